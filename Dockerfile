@@ -1,4 +1,4 @@
-# The image of rlx, for Kubernetes (docs/kubernetes.md) or docker run:
+# The image of rlx, for Kubernetes (docs/cluster.md) or docker run:
 #
 #   docker build -t registry.example.com/rlx:0.1.0 .                        # for GPUs
 #   docker build --build-arg EXTRA=cpu -t rlx:cpu .                         # without

@@ -71,8 +71,10 @@ lint: install
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
+	.venv/bin/codespell README.md CONTRIBUTING.md CHANGELOG.md docs examples benchmarks environments conf rlx tools charts slurm
 	.venv/bin/mkdocs build --strict --quiet --site-dir .site
 
 docs: install
 	.venv/bin/python tools/config_doc.py
+	.venv/bin/python tools/commands_doc.py
 	.venv/bin/python tools/metrics_doc.py

@@ -17,7 +17,7 @@ from typing import Any, TypeVar, get_args
 import msgspec
 import numpy as np
 
-from rlx.plain import CodecError
+from rlx.json_values import CodecError
 
 MAGIC = b"RLXREC02"
 _PREFIX = struct.Struct("<8sI")

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rlx.paths import RunPaths, arrived, listed, write_text
-from rlx.waiting import wait_for
+from rlx.polling import wait_for
 
 INTERVAL = 0.5  # seconds between two writes of an unchanged phase
 ABSENT = 10.0  # seconds without a look after which the looker was stopped itself, and perhaps the others with it
@@ -151,7 +151,7 @@ def in_phase(beat: Mapping[str, Any], age: float) -> float:
 def read_heartbeats(paths: RunPaths) -> dict[str, dict]:
     """All heartbeats of a run, by process name. Skips unreadable files."""
     found = {}
-    for path in sorted(paths.heartbeats.glob("*.json")):
+    for path in filter(Path.is_file, sorted(paths.heartbeats.glob("*.json"))):
         try:
             found[path.stem] = json.loads(path.read_text())
         except (OSError, ValueError):

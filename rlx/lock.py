@@ -24,7 +24,7 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 
-PATIENCE = 3.0  # seconds: a lock daemon that starts again also answers that there are no locks
+DAEMON_RESTART_SECONDS = 3.0  # seconds: a lock daemon that starts again also answers that there are no locks
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # what a file system without locks answers
 
 
@@ -80,7 +80,7 @@ class FileLock:
 
 def _insist(fd: int, how: int) -> None:
     """`flock`, again for a few seconds where a lock daemon does not answer. Raises what the file system answers at last."""
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + DAEMON_RESTART_SECONDS
     while True:
         try:
             return fcntl.flock(fd, how)

@@ -11,9 +11,12 @@ import json
 import os
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 from rlx.paths import listed
+
+LONGEST = 1 << 24  # bytes of a line: a file of another user may have no end of it
 
 METRICS: dict[str, str] = {
     # orchestrator
@@ -26,7 +29,7 @@ METRICS: dict[str, str] = {
     "buffer/<env>/<pool>": "examples in its pool `normal`, `easy` or `hard`; only with thresholds in `orchestrator.buffer`",
     "env/<env>/<metric>": "mean of one of the environment's own metrics",
     "env/<env>/requests_beside": "requests of a rollout that are not in its trajectory (judges, planners, user simulators): not trained",
-    "env/<env>/reward_error": "share of its rollouts trained on though a reward function raised and scored 0 (`envs.NAME.reward_raises`)",
+    "env/<env>/reward_error": "share of its rollouts trained on though a reward function raised and scored 0 (`envs.NAME.on_reward_error`)",
     "env/<env>/timed_out": "share of its rollouts that ran out of time and count with the reward 0 (`envs.NAME.on_timeout=zero`)",
     "batch/groups": "groups trained on",
     "batch/rollouts": "rollouts trained on",
@@ -119,8 +122,8 @@ METRICS: dict[str, str] = {
     "perf/imbalance_attention": "the same of Σ n² alone, over the samples of each row",
     "data/epoch": "passes over the data sets so far; with this step",
     "data/overlong": "samples of the step left out because they are longer than `seq_len`",
-    "data/truncated": "samples of the step cut to `seq_len`; only with data.overflow=truncate",
-    "data/refused": "rows of the step left out because they cannot be marked exactly; only with data.refused=skip",
+    "data/truncated": "samples of the step cut to `seq_len`; only with data.on_too_long=truncate",
+    "data/refused": "rows of the step left out because they cannot be marked exactly; only with data.on_bad_row=skip",
     "data/<set>/rows": "rows of the step from one of several data sets",
     # inference
     "perf/servers": "servers that answered when the step's batch was complete",
@@ -134,7 +137,7 @@ METRICS: dict[str, str] = {
     "perf/prefix_cache_hits": "share of the prompts' tokens since the servers started that were not computed, because they were in the "
     "cache: of another answer of the group, or of the conversation so far",
     "perf/weights_compared": "share of the served weights that the last full compare with the published files covered, of the server where "
-    "it is smallest (docs/weights.md); 0 before the first, with adapters, and with weights from memory",
+    "it is smallest (docs/servers.md); 0 before the first, with adapters, and with weights from memory",
     "perf/device_memory_gb": "memory of a server's GPU, GiB; only with bench=true",
     # eval: one record an evaluation; its step is the policy version
     "eval/<env>/avg@<n>": "mean reward of an evaluation: n rollouts of each example. A failed rollout scores 0",
@@ -159,8 +162,8 @@ METRICS: dict[str, str] = {
     "val/loss_tokens": "trained tokens of these rows",
     "val/samples": "their samples",
     "val/overlong": "samples left out of the validation because they are longer than `seq_len`",
-    "val/truncated": "samples of the validation cut to `seq_len`; only with data.overflow=truncate",
-    "val/refused": "rows left out of the validation because they cannot be marked exactly; only with data.refused=skip",
+    "val/truncated": "samples of the validation cut to `seq_len`; only with data.on_too_long=truncate",
+    "val/refused": "rows left out of the validation because they cannot be marked exactly; only with data.on_bad_row=skip",
     "time/validation": "seconds of the validation",
 }
 
@@ -192,19 +195,19 @@ def read_metrics(path: Path, offset: int = 0) -> Iterator[tuple[dict, int]]:
     """
     # Of a run on several hosts another host makes the file, so its name is not looked up before it is listed or was read.
     try:
-        file = path.open("rb") if offset or listed(path) else None
+        file = path.open("rb") if offset or (listed(path) and path.is_file()) else None  # no pipe
     except FileNotFoundError:
         file = None
     if file is None:
         return
     with file:
         file.seek(offset)
-        for line in file:
+        for line in iter(partial(file.readline, LONGEST), b""):
             if not line.endswith(b"\n"):
                 return
             offset += len(line)
             try:
                 record = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             yield record, offset

@@ -58,7 +58,7 @@ class RunPaths:
     trained_initial = _At("endpoints/initial_model.json")  # the model that the trainer began with (`rlx.types.InitialModel`)
     preempt = _At("preempt")  # exists while the machine is about to be taken away: roles write a checkpoint and leave with exit code 75
     heartbeats = _At("heartbeats")
-    stalls = _At("stalls")  # questions of the supervisor about what processes wait for, and their answers (`rlx.stacks`)
+    stalls = _At("stalls")  # questions of the supervisor about what processes wait for, and their answers (`rlx.stack_dump`)
     batches = _At("batches")  # step batches that the orchestrator hands to the trainer
     recorded = _At("recorded")  # step batches that were trained on, kept for `replay=`
     replays = _At("replays")  # steps that were trained again under another objective (`rlx replay`)

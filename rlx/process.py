@@ -183,7 +183,7 @@ def importing() -> Iterator[None]:
 
 
 @contextmanager
-def hidden(library: str) -> Iterator[None]:
+def pretend_missing(library: str) -> Iterator[None]:
     """Within, `library` counts as not installed, unless it is loaded already.
 
     transformers imports torch wherever it finds it, which takes seconds and 200 MB; a tokenizer needs none of it. transformers remembers

@@ -47,6 +47,9 @@ def raw(stream: Any) -> Any:
 def safe_output() -> Any:
     """Show all output of this process by `Shown`."""
     before = sys.stdout, sys.stderr
+    for stream in map(raw, before):
+        if hasattr(stream, "reconfigure"):  # PYTHONIOENCODING may name an encoding that lacks most characters
+            stream.reconfigure(errors="backslashreplace")
     sys.stdout, sys.stderr = cast(Any, Shown(raw(before[0]))), cast(Any, Shown(raw(before[1])))
     try:
         yield

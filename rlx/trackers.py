@@ -26,11 +26,15 @@ import numpy as np
 from rlx.config.roots import root_of
 from rlx.config.schema import TrainingRoot
 from rlx.config.schema_launch import MlflowConfig, PrometheusConfig, TensorboardConfig, TrackioConfig, WandbConfig
-from rlx.config.secret import hidden
+from rlx.config.secret import redacted
 from rlx.paths import RunPaths, atomic, write_text
 
 COLUMNS = ("step", "env", "example_id", "group", "member", "prompt", "completion", "answer", "reward", "advantage", "stop", "num_tokens")
 BINS = 30
+FIRST = re.compile(
+    r"reward/mean|eval/.+/avg@\d+|loss/nll|val/loss|policy/entropy|optim/grad_norm|mismatch/kl|off_policy/lag_mean"
+    r"|length/(completion_mean|truncated_frac)|trainer/(time/step|perf/tokens_per_second)"
+)  # what one looks at first
 
 
 class MissingPackage(ValueError):
@@ -56,7 +60,7 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
-class Progress:
+class ForwardProgress:
     """`tracking.json`: how far each service has been forwarded. `rlx.runs.rewind` corrects it when it removes records."""
 
     def __init__(self, paths: RunPaths) -> None:
@@ -111,10 +115,10 @@ class Wandb:
             tags=list(options.tags),
             job_type=root_of(config).command,
             name=config.run.name or paths.root.name,
-            id=Progress(paths).identity(self.name),
+            id=ForwardProgress(paths).identity(self.name),
             resume="allow",
             dir=str(paths.root),
-            config=asdict(hidden(config)),
+            config=asdict(redacted(config)),
             # W&B's process may start slowly from a network file system.
             settings=wandb.Settings(console="off", silent=True, x_service_wait=300.0),
         )
@@ -122,7 +126,9 @@ class Wandb:
         self._run.define_metric("*", step_metric="step")
 
     def scalars(self, step: int, values: Mapping[str, float], seconds: float) -> None:
-        self._run.log({"step": step, **values})
+        # W&B shows names without "/" together, under "Charts", and its table of runs sorts and filters by no others.
+        first = {re.sub(r"\W", "_", name): value for name, value in values.items() if FIRST.fullmatch(name)}
+        self._run.log({"step": step, **values, **first})
 
     def rollouts(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
         rows = [[step, *(_cell(record.get(column)) for column in COLUMNS[1:])] for record in records]
@@ -150,7 +156,7 @@ class Tensorboard:
         self._dtypes = _import("tensorboard.compat.proto.types_pb2", "tensorboard")
         self.samples, self.interval = options.samples, options.interval
         self._writer = writer.EventFileWriter(str(paths.root / "tensorboard"))
-        if (step := Progress(paths).rewound(self.name)) is not None:  # TensorBoard then forgets what it has from this step on
+        if (step := ForwardProgress(paths).rewound(self.name)) is not None:  # TensorBoard then forgets what it has from this step on
             session = self._events.SessionLog(status=self._events.SessionLog.START)
             self._writer.add_event(self._events.Event(wall_time=time.time(), step=step, session_log=session))
 
@@ -205,12 +211,12 @@ class Mlflow(Sink):
         self._client = mlflow.MlflowClient()
         found = self._client.get_experiment_by_name(options.experiment)
         experiment = self._client.create_experiment(options.experiment) if found is None else found.experiment_id
-        own = Progress(paths).identity(self.name)
+        own = ForwardProgress(paths).identity(self.name)
         runs = self._client.search_runs([experiment], f"tags.rlx_id = '{own}'")
         name, tags = config.run.name or paths.root.name, {"rlx_id": own, "command": root_of(config).command}
         self._run = (runs or [self._client.create_run(experiment, run_name=name, tags=tags)])[0].info.run_id
         self._client.update_run(self._run, "RUNNING")
-        self._client.log_dict(self._run, asdict(hidden(config)), "config.json")
+        self._client.log_dict(self._run, asdict(redacted(config)), "config.json")
 
     def scalars(self, step: int, values: Mapping[str, float], seconds: float) -> None:
         metrics = [self._metric(re.sub(r"[^\w./ -]", "_", name), value, int(1000 * seconds), step) for name, value in values.items()]
@@ -235,9 +241,9 @@ class Trackio:
         self.samples, self.interval = options.samples, options.interval
         self._run = self._trackio.init(
             project=options.project,
-            name=f"{config.run.name or paths.root.name}-{Progress(paths).identity(self.name)[:6]}",
+            name=f"{config.run.name or paths.root.name}-{ForwardProgress(paths).identity(self.name)[:6]}",
             space_id=options.space,
-            config=asdict(hidden(config)),
+            config=asdict(redacted(config)),
             resume="allow",
             embed=False,
         )

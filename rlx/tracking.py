@@ -11,16 +11,20 @@ import errno
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 
 from rlx.config.schema import CommandConfig, Config, EvaluatedRun, TrainingRoot
 from rlx.metrics import read_metrics
 from rlx.paths import RunPaths
-from rlx.trackers import MissingPackage, Mlflow, Progress, Prometheus, Sink, Tensorboard, Trackio, Wandb
+from rlx.trackers import ForwardProgress, MissingPackage, Mlflow, Prometheus, Sink, Tensorboard, Trackio, Wandb
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 DISTRIBUTIONS = {  # field of a rollout record -> histogram over all rollouts that the step trained on
     "reward": "distribution/reward",
@@ -28,15 +32,36 @@ DISTRIBUTIONS = {  # field of a rollout record -> histogram over all rollouts th
     "num_tokens": "distribution/completion_length",
 }
 INTERVAL = 1.0  # seconds between two looks for new records
+PATIENCE = 60.0  # seconds for one call of a service while the run goes on; the next step's files wait for it
+PATIENCE_AT_ENDS = 240.0  # seconds for its start or its end, in which the role sends no heartbeat
+
+
+def in_time(work: Callable[[], T], seconds: float) -> T:
+    """Call it in a thread of its own. Raises its error, or TimeoutError and leaves it behind: some services wait for ever for a server."""
+    answer: Future[T] = Future()
+
+    def call() -> None:
+        try:
+            answer.set_result(work())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    thread = threading.Thread(target=call, name="tracker's call", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        raise TimeoutError(f"no answer in {seconds:g} s")
+    return answer.result()
 
 
 class Tracker:
-    """All services of a run. None of them ever ends it: one that fails is left alone until the next attempt, and the files go on."""
+    """All services of a run. None of them ever ends it or holds it up: one that fails or does not answer is left alone until the next
+    attempt, and the files go on."""
 
     def __init__(self, paths: RunPaths, sinks: Sequence[Sink]) -> None:
         self.paths = paths
         self.sinks = list(sinks)
-        self._progress = Progress(paths)
+        self._progress = ForwardProgress(paths)
         self._alone = threading.Lock()  # the rollouts of a step come from another thread than the records
 
     def wants_rollouts(self, step: int) -> bool:
@@ -53,10 +78,10 @@ class Tracker:
                 if sink.samples:
                     sink.rollouts(step, records[: sink.samples])
 
-        self._each(send)
+        self._each(lambda sink: in_time(partial(send, sink), PATIENCE))
 
     def forward(self) -> None:
-        """Forward the new records of `metrics.jsonl`, including those that an earlier attempt could not forward."""
+        """Forward the new records of `metrics.jsonl`, including those that an earlier attempt could not forward. Each has its own time."""
 
         def send(sink: Sink) -> None:
             offset = self._progress.offset(sink.name)
@@ -64,7 +89,7 @@ class Tracker:
                 step, source, seconds = record.pop("step"), record.pop("source"), record.pop("time")
                 # Roles share stage names (time/step), so the source is added as a prefix.
                 values = {f"{source}/{name}" if name.startswith(("time/", "perf/")) else name: value for name, value in record.items()}
-                sink.scalars(step, values, seconds)
+                in_time(partial(sink.scalars, step, values, seconds), PATIENCE)
                 offset = after
             self._progress.forwarded(sink.name, offset)  # only after forwarding: a crash may repeat records but not lose them
 
@@ -73,14 +98,14 @@ class Tracker:
     def close(self) -> None:
         """Forward the remaining records and flush; returns when the services have them."""
         self.forward()
-        self._each(lambda sink: sink.close())
+        self._each(lambda sink: in_time(sink.close, PATIENCE_AT_ENDS))
 
     def _each(self, work: Callable[[Sink], None]) -> None:
         with self._alone:
             for sink in list(self.sinks):
                 try:
                     work(sink)
-                except Exception as error:
+                except (Exception, SystemExit) as error:
                     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
                         continue  # writers of important files report a full disk; the next round forwards the same records
                     self.sinks.remove(sink)
@@ -106,20 +131,20 @@ def open_tracker(config: TrainingRoot, paths: RunPaths) -> Tracker | None:
     for name, make in makers.items():
         options = getattr(config.logger, name)
         try:
-            sinks += [] if options is None else [make(options, config, paths)]
+            sinks += [] if options is None else [in_time(partial(make, options, config, paths), PATIENCE_AT_ENDS)]
         except MissingPackage:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             log.warning("%s cannot be used, so the run's metrics are in its files only: %s: %s", name, type(error).__name__, error)
     return Tracker(paths, sinks) if sinks else None
 
 
 def tracks(config: TrainingRoot, role: str) -> bool:
     """Whether `role` is the one that forwards the metrics of all roles: the last of the run to end that writes metrics."""
-    plays = isinstance(config, EvaluatedRun) and config.plays
-    if config.measured == "inference":
+    plays = isinstance(config, EvaluatedRun) and config.generates_rollouts
+    if config.bench_target == "inference":
         return role == "load_generator"
-    return role == ("orchestrator" if isinstance(config, Config) and config.plays else "evaluator" if plays else "trainer")
+    return role == ("orchestrator" if isinstance(config, Config) and config.generates_rollouts else "evaluator" if plays else "trainer")
 
 
 @contextlib.contextmanager

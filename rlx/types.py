@@ -65,10 +65,10 @@ class Rollout:
     timing: dict[str, Any] = field(default_factory=dict)
     """Seconds: total; of it generation (waiting for the policy) and scoring. Unix times: began, requests [(began, seconds)]."""
     agent: str | None = None  # which of the environment's agents it trains, if several train; None: there is one
-    others: tuple[Any, ...] = ()  # rollouts: the episode's further trained runs (`agents_per_group`), until the group is made of all
-    episode: int | None = None  # which of the group's episodes it is a run of; None: that of its member
-    compared: str | None = None  # rollouts of a group with equal marks are compared: the same agent in the same task; None: all are
-    asked: str | None = None  # the same mark where all rollouts of the group are compared, although their tasks may differ
+    siblings: tuple[Any, ...] = ()  # rollouts: the episode's further trained runs (`agents_per_group`), until the group is made of all
+    episode_index: int | None = None  # which of the group's episodes it is a run of; None: that of its member
+    baseline_key: str | None = None  # rollouts of a group with equal marks are compared: the same agent in the same task; None: all are
+    task_key: str | None = None  # the same mark where all rollouts of the group are compared, although their tasks may differ
     arrival: int = -1  # number of rollouts of the run that finished before this one; -1: it failed
 
 
@@ -205,7 +205,7 @@ class LossCounts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LossOf:
+class SampleLosses:
     """Which losses an environment's samples have, for counting."""
 
     number: int  # of its objective

@@ -18,7 +18,7 @@ from rlx.losses.base import Objective
 from rlx.losses.grpo import grpo
 from rlx.models.load import load_policy
 from rlx.parallel.mesh import Mesh, divide, join, one_process, seed_masks
-from rlx.train.checkpoint import Progress, Saver, load
+from rlx.train.checkpoint import Saver, TrainerProgress, load
 from rlx.train.muon import Muon, groups_of
 from rlx.train.offload import CPUOffloadOptimizer
 from rlx.train.step import PolicyTrainer
@@ -89,7 +89,7 @@ def run(job: Job, mesh: Mesh) -> None:
     weights = {name: full(tensor) for name, tensor in trainer.model.named_weights()}
     out = Path(job.out)
     if job.save is not None:
-        saving = saver.save(Path(job.save), Progress(job.last, trainer.updates))
+        saving = saver.save(Path(job.save), TrainerProgress(job.last, trainer.updates))
         saving.wait_copied()
         if job.in_background:  # changes from now on must not reach the disk
             with torch.no_grad():

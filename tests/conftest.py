@@ -104,13 +104,13 @@ def shared_parts() -> Iterator[None]:
 
     A test with files of its own shares nothing.
     """
-    from rlx.config import composition, shipped
+    from rlx.config import composition, presets
 
-    real, folder, parts = composition.compose_tree, shipped.conf_directory(), {}
+    real, folder, parts = composition.compose_tree, presets.conf_directory(), {}
 
     def compose_tree(argv: list[str], environ: Any, root: Any = composition.TRAIN, kept: Any = None) -> Any:
         own = any(word.startswith("-") or "searchpath" in word for word in argv) or "RLX_CONFIG_DIR" in environ
-        if kept is None and not own and shipped.conf_directory() == folder:
+        if kept is None and not own and presets.conf_directory() == folder:
             _, kept = parts.setdefault(id(root), (root, {}))  # the root, so that no other gets its id
         return real(argv, environ, root, kept)
 
@@ -153,7 +153,7 @@ def known_environments(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(python: str, entry: dict) -> tuple[dict, str]:
         return {"probed": {"kind": "classic", "examples": 512, "tools": []}, "files": {"of a test": "never equal"}, "folders": {}}, ""
 
-    monkeypatch.setattr("rlx.preflight.probes._run", run)
+    monkeypatch.setattr("rlx.preflight.env_probe._run", run)
 
 
 @pytest.fixture

@@ -140,7 +140,7 @@ class Run:
         )
         config.sampling.max_tokens = 16
         config.orchestrator.batch_size = config.orchestrator.rollouts_per_example = 8
-        config.hardware = HardwareConfig(name=device, device=device, shared=device == "cuda", gpus_per_node=int(device == "cuda"))
+        config.hardware = HardwareConfig(name=device, device=device, colocate=device == "cuda", gpus_per_node=int(device == "cuda"))
         config.hardware.tensor_parallel = tensor_parallel
         config.lora = lora or config.lora
         config.inference.kv_cache_gb = 0.25
@@ -177,10 +177,8 @@ class Run:
 
     def ready(self, timeout: float = 600) -> list[Endpoint]:
         """The endpoint of the server, when it serves."""
-        assert self.process is not None
 
         def tick() -> None:
-            assert self.process is not None
             assert self.process.poll() is None, self.log.read_text()[-3000:]
 
         return read_endpoints(self.paths, 1, timeout, tick)
@@ -200,7 +198,6 @@ class Run:
 
     def stop(self, number: int = signal.SIGTERM, timeout: float = 300) -> int:
         """Signal the role and return its exit code."""
-        assert self.process is not None
         self.process.send_signal(number)
         try:
             return self.process.wait(timeout)

@@ -6,9 +6,9 @@ from typing import Any
 
 import yaml
 
+from rlx.config.presets import conf_directory
 from rlx.config.schema import Config
-from rlx.config.shipped import conf_directory
-from rlx.config.tree import Builder
+from rlx.config.validate import Builder
 
 MODEL = {
     "name": "Qwen/Qwen3-8B",

@@ -17,7 +17,7 @@ from trainer_examples import make_samples, step_batch, train_minibatch
 
 from rlx.data.packing import pack
 from rlx.parallel.mesh import Mesh, divide, join
-from rlx.train.checkpoint import Progress, Saver, load
+from rlx.train.checkpoint import Saver, TrainerProgress, load
 from rlx.train.step import PolicyTrainer
 from rlx.weights.shapes import digest_of
 
@@ -50,7 +50,7 @@ def save(trainer: PolicyTrainer, folder: Path, name: str, seed: int, mesh: Mesh)
     batch = pack(step_batch(0, [make_samples(seed=seed)]), rank=mesh.data_rank, ranks=mesh.num_data_ranks, tokens=60)
     train_minibatch(trainer, batch.mini_batches[0], step=0)
     saver = Saver(trainer, digest_of, in_background=False)
-    saver.save(folder / name, Progress(1, trainer.updates)).files()
+    saver.save(folder / name, TrainerProgress(1, trainer.updates)).files()
     saver.close()
     whole = state(trainer)
     if mesh.first:

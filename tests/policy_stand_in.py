@@ -81,14 +81,14 @@ OUTSIDE = str(Path(__file__).parent / "packages" / "rlx_test_envs")
 
 
 def load(
-    id: str, timeout: float = 300.0, sampling: dict[str, Any] | None = None, name: str = "e", reward_raises: str = "fail", **args: Any
+    id: str, timeout: float = 300.0, sampling: dict[str, Any] | None = None, name: str = "e", on_reward_error: str = "fail", **args: Any
 ) -> Any:
     """An environment, shipped or of the test package outside the source tree."""
     from rlx.envs.verifiers_v0 import load_environment
 
     if OUTSIDE not in sys.path:
         sys.path.insert(0, OUTSIDE)
-    return load_environment(name, EnvConfig(id=id, args=args, reward_raises=reward_raises), sampling or SAMPLING, timeout)
+    return load_environment(name, EnvConfig(id=id, args=args, on_reward_error=on_reward_error), sampling or SAMPLING, timeout)
 
 
 def task_of(env: Any, index: int = 0) -> Task:

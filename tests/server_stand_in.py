@@ -7,7 +7,8 @@ import json
 import socket
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -254,17 +255,14 @@ async def until(condition: Callable[[], object]) -> None:
             await asyncio.sleep(0.01)
 
 
-def play(scene: Callable[..., Awaitable[None]], *stands: Stand, **options: Any) -> None:
-    """Run a scene with running servers and a client of all of them."""
-
-    async def whole() -> None:
+@asynccontextmanager
+async def serving(*stands: Stand, **options: Any) -> AsyncIterator[tuple[Any, ...]]:
+    """A client of running servers that it found ready, and the servers."""
+    for stand in stands:
+        await stand.start()
+    try:
+        async with Servers([stand.endpoint for stand in stands], **({"request_timeout": 60} | options)) as client:
+            yield await client.ready(), *stands
+    finally:
         for stand in stands:
-            await stand.start()
-        try:
-            async with Servers([stand.endpoint for stand in stands], **({"request_timeout": 60} | options)) as client:
-                await scene(await client.ready(), *stands)
-        finally:
-            for stand in stands:
-                await stand.stop()
-
-    asyncio.run(whole())
+            await stand.stop()

@@ -135,7 +135,7 @@ def play(engine: Engine, name: str, case: Case, run_dir: Path) -> None:
         arguments = case.arguments(endpoint)
         random.seed(0)
         rule = "zero" if case.reward_error or case.raises else "fail"  # stock verifiers scores 0
-        env = load_environment(module, EnvConfig(id=module, args=arguments, reward_raises=rule), LIMITS, 300.0)
+        env = load_environment(module, EnvConfig(id=module, args=arguments, on_reward_error=rule), LIMITS, 300.0)
         rollouts, heard = engine.play(env, task_of(env, case.row), lambda _, number: nth(case.script, number).written, members)
         said = [heard.script(rollout.member) for rollout in rollouts]
         if members == 4:

@@ -13,7 +13,7 @@ from rlx.advantages.base import GroupScores
 from rlx.advantages.batch import Ema, batch_norm
 from rlx.advantages.group import group_mean, group_norm, leave_one_out, max_rl, none, opo
 from rlx.advantages.mix import AdvantageMix
-from rlx.config.shipped import conf_directory
+from rlx.config.presets import conf_directory
 
 GROUPS = [
     [0.0, 1.0],

@@ -14,22 +14,23 @@ from typing import Any
 
 import pytest
 import uvloop
-from sandboxes import NEEDS_BWRAP
+from sandboxes import ENGINES, NEEDS_BWRAP, image_of
 
 from rlx.agents import cgroups
-from rlx.agents.box import Box, BoxError, open_box
+from rlx.agents.box import Box, BoxError, open_box, sweep
 from rlx.agents.commands import MOST_OUTPUT
 from rlx.agents.gateway import Gateway
 from rlx.agents.images import choose, prepared
 from rlx.config.schema_rollout import BoxConfig
 
 pytestmark = [NEEDS_BWRAP, pytest.mark.slow, pytest.mark.anyio]
+ISOLATED = ["bwrap", *ENGINES]
 SMALL = {"disk_gb": 0.05, "memory_gb": 0.5, "processes": 40}
 
 
 def inside(work: Callable[[Box], Awaitable[Any]], kind: str = "bwrap", **keys: Any) -> Any:
     async def run() -> Any:
-        box = await open_box(kind, BoxConfig(**{**SMALL, **keys}))
+        box = await open_box(kind, BoxConfig(**{**SMALL, **keys}), image_of(kind))
         try:
             return await work(box)
         finally:
@@ -38,8 +39,8 @@ def inside(work: Callable[[Box], Awaitable[Any]], kind: str = "bwrap", **keys: A
     return uvloop.run(run())  # as in a worker
 
 
-def shell(script: str, timeout: float = 20, **keys: Any) -> Any:
-    return inside(lambda box: box.run(["sh", "-c", script], timeout=timeout), **keys)
+def shell(script: str, timeout: float = 20, kind: str = "bwrap", **keys: Any) -> Any:
+    return inside(lambda box: box.run(["sh", "-c", script], timeout=timeout), kind, **keys)
 
 
 def left(marker: str) -> list[str]:
@@ -52,7 +53,7 @@ def left(marker: str) -> list[str]:
             continue
         if marker in text and int(path.parent.name) != os.getpid():
             found.append(text)
-    own = f"rlx-{os.getpid()}-"
+    own = f"rlx-box-{os.getpid()}-"
     return found + [str(one) for tree in cgroups.trees().values() for one in tree.glob(f"{own}*")]
 
 
@@ -75,26 +76,23 @@ def test_a_box_cannot_write_outside_its_folder():
     assert said.stderr.count("Read-only file system") == 3
 
 
-async def test_a_box_reaches_the_gateway_and_no_other_port_of_this_machine():
-    gateway = Gateway()
-    await gateway.start()
-    outer = gateway.url.rpartition(":")[2]
-    box = await open_box("bwrap", BoxConfig(**SMALL))
-    sock = await box.listening()
-    assert sock is not None
-    site = await gateway.listen(sock)
+@pytest.mark.parametrize("kind", ISOLATED)
+async def test_a_box_reaches_the_gateway_and_no_other_port_of_this_machine(kind: str):
+    gateway, other = Gateway(), Gateway()
+    await asyncio.gather(gateway.start(), other.start())
+    box, without = await asyncio.gather(*(open_box(kind, BoxConfig(**SMALL), image_of(kind)) for _ in range(2)))
+    box.reach(gateway.port)
     script = "import urllib.request, sys; print(urllib.request.urlopen(f'http://127.0.0.1:{sys.argv[1]}/v1/models', timeout=5).status)"
-    ours, theirs = [await box.run(["python3", "-c", script, port]) for port in ("4000", outer)]
+    ours, theirs = [await box.run(["python3", "-c", script, str(each.port)]) for each in (gateway, other)]
     assert "401" in ours.stderr, "the gateway answers: this is no session's key"
     assert "Connection refused" in theirs.stderr
-    other = await open_box("bwrap", BoxConfig(**SMALL))
-    assert "Connection refused" in (await other.run(["python3", "-c", script, "4000"])).stderr
-    await site.stop()
-    await asyncio.gather(box.close(), other.close(), gateway.stop())
+    assert "Connection refused" in (await without.run(["python3", "-c", script, str(gateway.port)])).stderr
+    await asyncio.gather(box.close(), without.close(), gateway.stop(), other.stop())
 
 
-async def test_two_boxes_do_not_see_each_other():
-    one, other = await asyncio.gather(*(open_box("bwrap", BoxConfig(**SMALL)) for _ in range(2)))
+@pytest.mark.parametrize("kind", ISOLATED)
+async def test_two_boxes_do_not_see_each_other(kind: str):
+    one, other = await asyncio.gather(*(open_box(kind, BoxConfig(**SMALL), image_of(kind)) for _ in range(2)))
     await one.write({"mine.txt": "mine"})
     assert (await one.read("mine.txt"), await other.read("mine.txt")) == ("mine", None)
     await asyncio.gather(one.close(), other.close())
@@ -108,21 +106,24 @@ def test_much_output_is_cut_in_its_middle():
     assert "bytes left out" in said.stdout
 
 
-def test_a_full_disk_is_the_boxs_own():
-    said = shell("dd if=/dev/zero of=big bs=1M count=100; dd if=/dev/zero of=/dev/shm/big bs=1M count=100; df -m /box | tail -1")
+@pytest.mark.parametrize("kind", ISOLATED)
+def test_a_full_disk_is_the_boxs_own(kind: str):
+    script = "dd if=/dev/zero of=big bs=1M count=100; dd if=/dev/zero of=/dev/shm/big bs=1M count=100; df -m /box | tail -1"
+    said = shell(script, kind=kind)
     assert said.stderr.count("No space left on device") == 2
     assert said.stdout.split()[1] in ("51", "52")
 
 
 @pytest.mark.skipif(os.getuid() == 0 and "pids" not in cgroups.trees(), reason="nothing bounds root's processes without control groups")
-def test_a_fork_bomb_and_a_hungry_process_meet_their_bounds():
-    said = shell("bash -c 'f() { f | f & }; f' 2>&1 | head -c 300; sleep 1; echo still there", timeout=15)
+@pytest.mark.parametrize("kind", ISOLATED)
+def test_a_fork_bomb_and_a_hungry_process_meet_their_bounds(kind: str):
+    said = shell("bash -c 'f() { f | f & }; f' 2>&1 | head -c 300; sleep 1; echo still there", timeout=15, kind=kind)
     assert "still there" in said.stdout or "fork" in said.stdout + said.stderr
-    assert shell("python3 -c 'bytearray(2 << 30)'").code != 0
+    assert shell("python3 -c 'bytearray(2 << 30)'", kind=kind).code != 0
     assert left("f | f") == []
 
 
-@pytest.mark.parametrize("kind", ["bwrap", "none"])
+@pytest.mark.parametrize("kind", ["none", *ISOLATED])
 def test_what_ignores_its_end_is_gone_with_the_box(kind: str):
     marker = f"6{os.getpid()}"
 
@@ -132,11 +133,11 @@ def test_what_ignores_its_end_is_gone_with_the_box(kind: str):
     began = time.monotonic()
     said = inside(work, kind)
     assert (said.late, said.code) == (True, -signal.SIGKILL)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 10
     assert left(marker) == []
 
 
-@pytest.mark.parametrize("kind", ["bwrap", "none"])
+@pytest.mark.parametrize("kind", ["none", *ISOLATED])
 def test_a_process_that_leaves_its_group_ends_with_the_box(kind: str):
     marker = f"7{os.getpid()}"
     said = inside(lambda box: box.run(["sh", "-c", f"setsid -f sleep {marker}; echo begun"], timeout=20), kind)
@@ -171,8 +172,8 @@ asyncio.run(main())
     assert marker not in Path("/proc/mounts").read_text()
     groups = [process.pid]
     while groups and time.monotonic() < deadline:
-        cgroups.sweep()  # as the next worker does
-        groups = [one for tree in cgroups.trees().values() for one in tree.glob(f"rlx-{process.pid}-*")]
+        sweep()  # as the next worker does
+        groups = [one for tree in cgroups.trees().values() for one in tree.glob(f"rlx-box-{process.pid}-*")]
     assert not groups
 
 
@@ -209,12 +210,14 @@ def test_images_of_an_engine_are_loaded_from_an_archive_built_from_a_folder_or_p
 @pytest.mark.parametrize(
     ("kind", "image", "said"),
     [
-        ("bwrap", "debian:12", "sandbox=bwrap has no images by name and builds none: debian:12"),
-        ("docker", None, "sandbox=docker: "),
+        ("bwrap", "debian:12", "sandbox=bwrap makes no boxes of the image debian:12 .*: bwrap takes none or"),
+        ("docker", None, "sandbox=docker makes no boxes of the image None"),
+        ("docker", "debian:12", "sandbox=docker: is not installed"),
         ("apptainer", None, "sandbox=apptainer: "),
     ],
 )
-def test_a_sandbox_that_cannot_be_is_refused_with_what_to_do(kind: str, image: str | None, said: str):
+def test_a_sandbox_that_cannot_be_is_refused_with_what_to_do(kind: str, image: str | None, said: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("rlx.agents.images.problem_of", lambda kind: "is not installed" if kind in ("docker", "apptainer") else None)
     with pytest.raises(ValueError, match=said):
         choose(kind, image)
 

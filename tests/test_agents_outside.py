@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
+import socket
 import stat
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
-from policy_stand_in import policy_of, task_of
+from policy_stand_in import InTurn, policy_of, task_of
+from served_stand_in import give, served
 from test_gateway import HELLO, Engine, check
 
 from rlx.config.schema import EnvConfig
 from rlx.config.schema_rollout import HarnessConfig
 from rlx.envs.kinds import load_one
+from rlx.envs.pool import WorkerPool
 from rlx.envs.wire import Settings
 from rlx.types import Rollout
 
@@ -49,7 +54,7 @@ def serve(
         env: Any = load_one("e", config, Settings(timeout=timeout, sampling={"max_tokens": 50}))
         env.policy = policy_of(engine, context_length=8192)
         playing = [asyncio.create_task(env.play(task_of(env), [member], 0)) for member in range(rollouts)]
-        await env._listen()
+        await env._start()
         client = Client(env.gateway.url, env.key_file.read_text())
         assert stat.S_IMODE(env.key_file.stat().st_mode) == 0o600
         await work(client)
@@ -132,3 +137,42 @@ def test_a_session_has_its_budget(folder: Path):
 
     (rollout,) = serve(Engine("once"), work, max_turns=1)
     assert (rollout.status, rollout.reward) == ("ok", 1.0)
+
+
+@pytest.mark.slow
+def test_a_killed_gateway_loses_the_sessions_that_were_open_and_offers_their_rollouts_again(folder: Path, caplog: pytest.LogCaptureFixture):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    key = folder / "own.key"
+    config = EnvConfig(id="rlx.envs.outside", args={"port": port, "key_file": str(key)})
+    pool = WorkerPool("e", config, Settings(timeout=60), 1)
+    pool.wait_loaded()
+
+    async def take() -> tuple[Client, dict[str, Any]]:
+        while not (key.exists() and key.read_text()):
+            await asyncio.sleep(0.05)
+        client = Client(f"http://127.0.0.1:{port}", key.read_text())
+        _, session = await client.post("/sessions")
+        assert (await client.post("/v1/messages", HELLO, session["key"]))[0] == 200
+        return client, session
+
+    async def run() -> list[Rollout]:
+        async with served(InTurn("lost", "kept")) as sampler:
+            give(pool, sampler, context_length=8192)
+            playing = asyncio.create_task(pool.play(task_of(pool), [0], 0))
+            _, lost = await take()
+            key.unlink()
+            os.kill(pool._workers[0].process.pid, signal.SIGKILL)
+            client, session = await take()
+            assert (await client.post("/v1/messages", HELLO, lost["key"]))[0] == 401, "its session is gone"
+            assert (await client.post(f"/sessions/{lost['id']}/end", {"reward": 1}, lost["key"]))[0] == 401
+            await client.post(f"/sessions/{session['id']}/end", {"reward": 0.5}, session["key"])
+            rollouts = await asyncio.wait_for(playing, 60)
+            await pool.close()
+            return rollouts
+
+    (rollout,) = asyncio.run(run())
+    assert (rollout.status, rollout.reward, pool.replayed) == ("ok", 0.5, 1), rollout.error
+    assert rollout.completion == [{"role": "assistant", "content": "kept"}], "nothing of the lost session is in it"
+    assert "SIGKILL ended it" in caplog.text

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from policy_stand_in import InTurn, policy_of, task_of
-from sandboxes import NEEDS_BWRAP
+from sandboxes import ENGINES, NEEDS_BWRAP, image_of
 from served_stand_in import give, served
 
 from rlx.agents.box import BoxError
@@ -42,7 +42,7 @@ TASKS = [
     },
     {"question": "Say hello.", "files": {}, "test": "false"},
 ]
-BOXES = [pytest.param("none", id="none"), pytest.param("bwrap", id="bwrap", marks=NEEDS_BWRAP)]
+BOXES = [pytest.param("none", id="none"), pytest.param("bwrap", id="bwrap", marks=NEEDS_BWRAP), *ENGINES]
 
 
 @pytest.fixture
@@ -52,15 +52,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def load(kind: str, *command: str, timeout: float = 60.0, args: dict[str, Any] | None = None, box: Any = None, **harness: Any) -> Any:
+def load(kind: str, *command: str, args: dict[str, Any] | None = None, box: Any = None, **harness: Any) -> Any:
     config = EnvConfig(
         id="rlx.envs.program",
         args={"data": "tasks.jsonl", **(args or {"test": "sh check.sh"})},
         sandbox=kind,
-        box=box or BoxConfig(memory_gb=1.0),
+        box=box or BoxConfig(memory_gb=1.0, image=image_of(kind)),
         harness=HarnessConfig(command=list(command), **harness),
     )
-    return load_one("e", config, Settings(timeout=timeout))
+    return load_one("e", config, Settings(timeout=60))
 
 
 def play(env: Any, *texts: str, index: int = 0) -> Rollout:
@@ -86,7 +86,8 @@ def test_a_program_plays_in_its_box_and_a_test_scores_what_it_left(folder: Path,
     assert (right.stop, right.metrics["exit_code"], right.metrics["turns"]) == ("program_ended", 0.0, 1.0)
     assert right.completion == [{"role": "assistant", "content": "7"}]
     assert right.trace.num_sampled == 2
-    assert play(env, "x", index=1).reward == 0.0, "a task's own test"
+    own = play(load(kind, "python3", "agent.py", "{prompt}"), "x", index=1)
+    assert (own.status, own.reward) == ("ok", 0.0), "a task's own test"
 
 
 @NEEDS_BWRAP
@@ -171,7 +172,7 @@ def test_a_program_that_crashes_after_an_answer_is_scored(folder: Path):
 
 
 def test_a_program_that_floods_the_policy_is_ended_after_its_turns(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("rlx.envs.program.GRACE", 0.5)
+    monkeypatch.setattr("rlx.envs.program.END_SECONDS", 0.5)
     (folder / "agent.py").write_text(AGENT + "print('mine', flush=True)\nwhile True:\n  try: ask('again')\n  except Exception: pass\n")
     (folder / "said_rewards.py").write_text("def mine(completion, row):\n    return float(completion == 'mine')\n")
     monkeypatch.syspath_prepend(str(folder))
@@ -182,18 +183,8 @@ def test_a_program_that_floods_the_policy_is_ended_after_its_turns(folder: Path,
 
 def test_a_program_that_does_not_end_is_scored_at_its_time(folder: Path):
     (folder / "agent.py").write_text(AGENT + "open('answer.txt', 'w').write(ask('one') + '\\n')\nimport time; time.sleep(60)")
-    rollout = play(_timed("none", "agent.py"), "7")
+    rollout = play(load("none", "python3", "agent.py", timeout=3.0), "7")
     assert (rollout.status, rollout.stop, rollout.reward) == ("ok", "program_timeout", 1.0)
-
-
-def _timed(kind: str, file: str) -> Any:
-    config = EnvConfig(
-        id="rlx.envs.program",
-        args={"data": "tasks.jsonl", "test": "sh check.sh"},
-        sandbox=kind,
-        harness=HarnessConfig(command=["python3", file], timeout=3.0),
-    )
-    return load_one("e", config, Settings(timeout=30))
 
 
 def test_a_test_that_cannot_run_is_a_failure_not_a_zero(folder: Path):
@@ -210,12 +201,12 @@ def test_no_sandbox_is_a_sentence_with_what_to_do(folder: Path, monkeypatch: pyt
 
 @NEEDS_BWRAP
 def test_tasks_in_harbors_folders_are_scored_by_what_their_verifier_writes(folder: Path):
-    for name, score in (("first", "0.25"), ("second", "much")):
+    for name, score in (("first", '{"reward": 0.25, "seconds": 3}'), ("second", '"much"')):
         task = folder / "harbor" / name
         (task / "tests").mkdir(parents=True)
         (task / "task.toml").write_text('version = "1.0"\n[metadata]\ndifficulty = "easy"\n')
         (task / "instruction.md").write_text(f"Do the {name}.")
-        (task / "tests" / "test.sh").write_text(f"set -e -o pipefail\n[[ -f answer.txt ]]\necho {score} > /logs/verifier/reward.txt\n")
+        (task / "tests" / "test.sh").write_text(f"set -e -o pipefail\n[[ -f answer.txt ]]\necho '{score}' > /logs/verifier/reward.json\n")
     env = load("bwrap", args={"data": "harbor"})
     assert [row["prompt"][0]["content"] for row in env.rows] == ["Do the first.", "Do the second."]
     rollout = play(env, call("ls /tests /logs; touch answer.txt"), "Done.")
@@ -228,10 +219,12 @@ def test_tasks_in_harbors_folders_are_scored_by_what_their_verifier_writes(folde
         load("none", args={"data": "harbor"})
     rollout = play(load("bwrap", args={"data": "harbor"}), call("touch answer.txt"), "Done.", index=1)
     assert (rollout.status, rollout.stop) == ("error", "program_error")
-    assert "left no number in /logs/verifier/reward.txt" in (rollout.error or "")
+    assert "left no number in /logs/verifier/reward.json or .txt" in (rollout.error or "")
     (folder / "harbor" / "first" / "environment").mkdir()
     (folder / "harbor" / "first" / "environment" / "docker-compose.yaml").touch()
-    with pytest.raises(ValueError, match=r"envs\.e: .*first needs compose"):
+    with pytest.raises(
+        ValueError, match=r"envs\.e: .*first needs several services \(environment/docker-compose.yaml\), which env=program does not have"
+    ):
         load("bwrap", args={"data": "harbor"})
 
 

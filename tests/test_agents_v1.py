@@ -129,6 +129,36 @@ def test_a_tool_server_that_dies_is_named_by_the_call(monkeypatch: pytest.Monkey
         asyncio.run(loop._called(call, {"calc_add": ("calc", "add")}, {"calc": {}}, "", gated=False))
 
 
+SLOW = """
+import asyncio
+import verifiers.v1 as vf
+class Calc(vf.Toolset[vf.ToolsetConfig]):
+    @vf.tool
+    async def add(self, a: int) -> str:
+        "Adds."
+        await asyncio.sleep(60)
+        return "5"
+class SlowTask(vf.Task[vf.TaskData]):
+    @classmethod
+    def toolsets(cls, config):
+        return [Calc(vf.ToolsetConfig())]
+class SlowTaskset(vf.Taskset[SlowTask, vf.TasksetConfig]):
+    def load(self):
+        return [SlowTask(vf.TaskData(idx=0, prompt="2+3?"))]
+__all__ = ["SlowTaskset"]
+"""
+
+
+def test_a_tool_that_never_answers_is_named_when_the_rollouts_time_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "slow_tool.py").write_text(SLOW)
+    monkeypatch.syspath_prepend(tmp_path)
+    env = load_one("e", EnvConfig(id="slow_tool"), Settings(timeout=2, sampling=SAMPLING))
+    name = env.tools_of({})[0]["function"]["name"]
+    rollout = play(env, Engine(CALL.replace('"add"', f'"{name}"')))
+    assert rollout.status == "timeout"
+    assert rollout.error.endswith(f"no result after 2 s (rollout_timeout); the tool {name} has not answered"), rollout.error
+
+
 def test_harbor_tasksets_say_what_they_lack_and_what_they_do_not_reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from verifiers.v1.tasksets.harbor import taskset
 

@@ -27,7 +27,7 @@ from rlx.metrics import METRICS, read_metrics
 from rlx.paths import RunPaths
 from rlx.plan.explain import explain
 from rlx.plan.make import make_plan
-from rlx.runs.measured import SPEEDS, STAGES, measured
+from rlx.runs.bench_summary import SPEEDS, STAGES, measured
 
 RL, INFERENCE = ({"bench": True, "bench_role": role} for role in ("rl", "inference"))
 
@@ -168,46 +168,52 @@ def state_of(device: str = "", memory_gb: int = 0) -> ServerState:
     return ServerState("0@run", "model", 64, devices=({"device": device, "peak_memory": 1 << 30, "memory": memory_gb << 30},))
 
 
-def test_the_load_keeps_its_number_of_requests_in_flight_and_records_every_step(tmp_path: Path) -> None:
+class Loaded:
+    """Servers under the load. `error`: their state cannot be asked for."""
+
+    def __init__(self, error: InferenceError | None = None) -> None:
+        self.error = error
+        self.now = self.most = 0
+        self.asked: list[tuple[int, ...]] = []
+
+    async def stats(self) -> dict[str, float]:
+        if self.error:
+            raise self.error
+        names = ("kv_cache_usage", "running", "waiting", "preemptions", "answered", "servers")
+        return {f"perf/{name}": 1.0 for name in names}
+
+    async def states(self) -> list[ServerState]:
+        if self.error:
+            raise self.error
+        return [state_of()]
+
+    async def generate(self, prompt: list[int], sampling: dict[str, Any], request_id: str, affinity: int) -> Any:
+        load = request_id.startswith("load")
+        self.now += load
+        self.most = max(self.most, self.now)
+        await asyncio.sleep(0.001)
+        self.now -= load
+        if load:
+            self.asked.append((len(prompt), sampling["min_tokens"], sampling["max_tokens"], affinity))
+        return SimpleNamespace(completion_ids=[0] * sampling["max_tokens"])
+
+
+async def load(root: Path, servers: Any, steps: int, **orchestrator: int) -> None:
     from rlx.roles.load_generator import LoadGenerator
     from rlx.train.flops import Flops
 
-    cfg = config("cpu", **INFERENCE, max_steps=3, seq_len=24, sampling={"max_tokens": 8}, orchestrator={
-        "batch_size": 8, "rollouts_per_example": 4, "max_concurrent": 5})  # fmt: skip
-    now, most, asked = 0, 0, []
+    sizes = {"batch_size": 8, "rollouts_per_example": 4, **orchestrator}
+    cfg = config("cpu", **INFERENCE, max_steps=steps, seq_len=24, sampling={"max_tokens": 8}, orchestrator=sizes)
+    beat: Any = SimpleNamespace(progress=0, beat=lambda phase, step: None)
+    await LoadGenerator(cfg, RunPaths(root), servers, servers, Flops(6.0, 4.0, 0.0, (None,)), beat).run()
 
-    class Servers:
-        async def stats(self) -> dict[str, float]:
-            return {
-                "perf/kv_cache_usage": 0.5,
-                "perf/running": 5.0,
-                "perf/waiting": 0.0,
-                "perf/preemptions": 2.0,
-                "perf/answered": 0,
-                "perf/servers": 1.0,
-            }
 
-        async def states(self) -> list[ServerState]:
-            return [state_of()]
-
-        async def generate(self, prompt: list[int], sampling: dict[str, Any], request_id: str, affinity: int) -> Any:
-            nonlocal now, most
-            load = request_id.startswith("load")
-            now += load
-            most = max(most, now)
-            await asyncio.sleep(0.001)
-            now -= load
-            if load:
-                asked.append((len(prompt), sampling["min_tokens"], sampling["max_tokens"], affinity))
-            return SimpleNamespace(completion_ids=[0] * sampling["max_tokens"])
-
-    beat = SimpleNamespace(progress=0, beat=lambda phase, step: None)
-    servers: Any = Servers()
-    paths = RunPaths(tmp_path)
-    asyncio.run(LoadGenerator(cfg, paths, servers, servers, Flops(6.0, 4.0, 0.0, (None,)), beat).run())  # type: ignore[arg-type]
-    assert most == 5
-    assert sorted(asked) == sorted((16, 8, 8, group) for group in range(6) for _ in range(4))
-    found = [record for record, _ in read_metrics(paths.metrics)]
+async def test_the_load_keeps_its_number_of_requests_in_flight_and_records_every_step(tmp_path: Path) -> None:
+    servers = Loaded()
+    await load(tmp_path, servers, 3, max_concurrent=5)
+    assert servers.most == 5
+    assert sorted(servers.asked) == sorted((16, 8, 8, group) for group in range(6) for _ in range(4))
+    found = [record for record, _ in read_metrics(RunPaths(tmp_path).metrics)]
     assert [(record["source"], record["step"]) for record in found] == [("inference", step) for step in range(3)]
     for record in found:
         assert record["perf/inference_tokens_per_second"] == pytest.approx(8 * 8 / record["time/step"])
@@ -218,30 +224,10 @@ def test_the_load_keeps_its_number_of_requests_in_flight_and_records_every_step(
 
 
 @pytest.mark.parametrize("error", [ServerUnreachable("it starts again"), TakenServer("another run has it")])
-def test_a_server_that_starts_again_does_not_end_the_load_but_one_of_another_run_does(tmp_path: Path, error: InferenceError) -> None:
-    from rlx.roles.load_generator import LoadGenerator
-    from rlx.train.flops import Flops
-
-    class Servers:
-        async def stats(self) -> dict[str, float]:
-            raise error
-
-        async def states(self) -> list[ServerState]:
-            raise error
-
-        async def generate(self, prompt: list[int], sampling: dict[str, Any], request_id: str, affinity: int) -> Any:
-            await asyncio.sleep(0.001)
-            return SimpleNamespace(completion_ids=[0] * sampling["max_tokens"])
-
-    cfg = config(
-        "cpu", **INFERENCE, max_steps=2, seq_len=24, sampling={"max_tokens": 8}, orchestrator={"batch_size": 8, "rollouts_per_example": 4}
-    )
-    servers: Any = Servers()
-    paths, beat = RunPaths(tmp_path), SimpleNamespace(progress=0, beat=lambda phase, step: None)
-    load = LoadGenerator(cfg, paths, servers, servers, Flops(6.0, 4.0, 0.0, (None,)), beat)  # type: ignore[arg-type]
+async def test_a_server_that_starts_again_does_not_end_the_load_but_one_of_another_run_does(tmp_path: Path, error: InferenceError) -> None:
     with nullcontext() if isinstance(error, ServerUnreachable) else pytest.raises(TakenServer):
-        asyncio.run(load.run())
-    assert len(list(read_metrics(paths.metrics))) == (2 if isinstance(error, ServerUnreachable) else 0)
+        await load(tmp_path, Loaded(error), 2)
+    assert len(list(read_metrics(RunPaths(tmp_path).metrics))) == (2 if isinstance(error, ServerUnreachable) else 0)
 
 
 def benchmark(root: Path, role: str, *keys: str) -> tuple[dict[str, Any], str]:

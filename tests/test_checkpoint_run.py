@@ -21,11 +21,11 @@ from test_checkpoint_folders import Number
 from test_orchestrator_run import StandInServers, StandInTrainer, config_of, reproducible
 from trainer_examples import make_model
 
+from rlx.aio import first_failure
 from rlx.checkpoints import folders
 from rlx.checkpoints.orchestrator import STATE, Snapshots
 from rlx.checkpoints.trainer import CheckpointFailed, Checkpoints
 from rlx.codec import encode
-from rlx.concurrent import first_failure
 from rlx.config.load import compose
 from rlx.config.schema import CkptConfig, Config
 from rlx.data.source import OrchestratorSource, RecordedSource
@@ -34,10 +34,10 @@ from rlx.heartbeat import Heartbeat
 from rlx.metrics import MetricsWriter
 from rlx.parallel.mesh import one_process
 from rlx.paths import COMPLETE, RunPaths, write_text
+from rlx.polling import Preempted
 from rlx.roles.orchestrator import Orchestrator
 from rlx.rollout.record import StepRecorder, read_rollouts
 from rlx.runs.rewind import rewind
-from rlx.waiting import Preempted
 from rlx.weights.files import verify
 
 pytestmark = pytest.mark.slow
@@ -161,7 +161,7 @@ def test_a_checkpoint_waits_for_the_files_of_the_step_before_it(tmp_path: Path) 
 
 def test_with_slack_no_example_is_lost_or_played_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Finished groups that were not trained on are in the checkpoint; groups in flight are rolled out again."""
-    monkeypatch.setattr("rlx.rollout.collector.PATIENCE_FLOOR", 300.0)  # also on a machine that pauses
+    monkeypatch.setattr("rlx.rollout.collector.MIN_WAIT_SECONDS", 300.0)  # also on a machine that pauses
     paths, config = RunPaths(tmp_path), config_of(max_steps=8, max_async_level=2, ckpt__interval=None, orchestrator__max_concurrent=12)
     with pytest.raises(Preempted):
         play(paths, config, CheckpointingTrainer(paths, config, last=4, at=(4,)), jitter=0.02)
@@ -173,7 +173,7 @@ def test_with_slack_no_example_is_lost_or_played_twice(tmp_path: Path, monkeypat
 
 
 def test_recorded_batches_are_those_that_were_sent_and_arrivals_are_numbered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlx.rollout.collector.PATIENCE_FLOOR", 300.0)  # also on a machine that pauses
+    monkeypatch.setattr("rlx.rollout.collector.MIN_WAIT_SECONDS", 300.0)  # also on a machine that pauses
     paths, config = RunPaths(tmp_path), config_of(max_steps=3, max_async_level=1, ckpt__interval=None)
     trainer = CheckpointingTrainer(paths, config)
     play(paths, config, trainer, jitter=0.02)
@@ -302,7 +302,6 @@ def test_a_full_disk_ends_the_run_with_the_last_good_checkpoint_intact(tmp_path:
         with orchestrator_of(paths, 99), pytest.raises(CheckpointFailed) as failure:
             fill()
         good = folders.newest(paths, pytest.fail)
-        assert good is not None
         assert good.step >= 1
         assert f"the checkpoint of step {good.step + 1} could not be written" in str(failure.value)
         assert "No space left on device" in str(failure.value)

@@ -24,7 +24,7 @@ from transformers.models.qwen3_moe import Qwen3MoeConfig
 
 from rlx.data.packing import pack
 from rlx.parallel.mesh import one_process
-from rlx.train.checkpoint import Progress, Saver, _state_of, load
+from rlx.train.checkpoint import Saver, TrainerProgress, _state_of, load
 from rlx.train.reference import Reference
 from rlx.train.step import PolicyTrainer
 from rlx.weights.shapes import digest_of
@@ -108,7 +108,7 @@ def test_saving_before_the_first_optimizer_step_changes_nothing(model: str, tmp_
     same_weights(result(tmp_path / "resumed")["weights"], never)
     trainer = make_trainer(model, optimizer)
     saver = Saver(trainer, digest_of, in_background=False)
-    saver.save(tmp_path / "before", Progress(0, 0)).files()
+    saver.save(tmp_path / "before", TrainerProgress(0, 0)).files()
     saver.close()
     for step in range(HALF):
         batch = pack(step_batch(step, [make_samples(seed=step)]), rank=0, ranks=1, tokens=60)
@@ -141,10 +141,10 @@ def test_random_states_go_on_where_they_were(model: str, tmp_path: Path) -> None
         return [random.random(), float(np.random.rand()), float(torch.rand(()))]
 
     trainer = make_trainer(model)
-    Saver(trainer, digest_of).save(tmp_path / "saved", Progress(4, 7))
+    Saver(trainer, digest_of).save(tmp_path / "saved", TrainerProgress(4, 7))
     expected = draw()
     draw()
-    assert load(tmp_path / "saved", trainer) == Progress(4, 7)
+    assert load(tmp_path / "saved", trainer) == TrainerProgress(4, 7)
     assert trainer.updates == 7
     assert draw() == expected
 
@@ -272,7 +272,7 @@ def test_a_checkpoint_knows_all_its_files(model: str, tmp_path: Path, in_backgro
     saver = Saver(make_trainer(model), digest_of, in_background=in_background)
     for name in ("first", "second"):
         folder = tmp_path / name
-        saving = saver.save(folder, Progress(1, 1))
+        saving = saver.save(folder, TrainerProgress(1, 1))
         saving.wait_copied()
         files = saving.files()
         assert files == {path.name: {"size": path.stat().st_size, "xxh3": digest_of(path)} for path in folder.iterdir()}
@@ -281,7 +281,7 @@ def test_a_checkpoint_knows_all_its_files(model: str, tmp_path: Path, in_backgro
 
 def test_the_configuration_decides_the_learning_rate_of_what_follows(model: str, tmp_path: Path) -> None:
     trainer = make_trainer(model)
-    Saver(trainer, digest_of).save(tmp_path / "saved", Progress(2, 2))
+    Saver(trainer, digest_of).save(tmp_path / "saved", TrainerProgress(2, 2))
     other = make_trainer(model)
     other.optimizer.param_groups[0]["lr"] = 0.5
     load(tmp_path / "saved", other)
@@ -299,7 +299,7 @@ def test_a_reference_that_moved_is_not_forgotten_by_a_fork(model: str, tmp_path:
     with torch.no_grad():
         for parameter in first.reference.model.parameters():
             parameter.fill_(0.25)
-    Saver(first, digest_of).save(tmp_path / "moved", Progress(2, 2))
+    Saver(first, digest_of).save(tmp_path / "moved", TrainerProgress(2, 2))
     with pytest.raises(ValueError, match=r"followed the policy, but ref\.sync_interval=null makes it the initial policy\. Set it to"):
         load(tmp_path / "moved", with_reference(model, None))
     other = with_reference(model, 10**9)
@@ -308,7 +308,7 @@ def test_a_reference_that_moved_is_not_forgotten_by_a_fork(model: str, tmp_path:
     load(tmp_path / "moved", with_reference(model, None, teacher=True))
     load(tmp_path / "moved", make_trainer(model))  # has no reference
 
-    Saver(with_reference(model, None), digest_of).save(tmp_path / "frozen", Progress(2, 2))
+    Saver(with_reference(model, None), digest_of).save(tmp_path / "frozen", TrainerProgress(2, 2))
     follower = with_reference(model, 2)
     before = [parameter.clone() for parameter in follower.reference.model.parameters()]
     with caplog.at_level("INFO", "rlx.trainer"):
@@ -318,7 +318,7 @@ def test_a_reference_that_moved_is_not_forgotten_by_a_fork(model: str, tmp_path:
 
 
 def test_a_checkpoint_of_another_model_is_refused(model: str, tmp_path: Path) -> None:
-    Saver(make_trainer(model), digest_of).save(tmp_path / "saved", Progress(1, 1))
+    Saver(make_trainer(model), digest_of).save(tmp_path / "saved", TrainerProgress(1, 1))
     for name, other in {"wider": make_model(hidden_size=32), "untied": make_model(LlamaConfig, tie_word_embeddings=False)}.items():
         other.save_pretrained(tmp_path / name)
         with pytest.raises(ValueError, match=r"does not fit this model and optimizer: .+ Resume with the model"):
@@ -340,7 +340,7 @@ class Evil:
 @pytest.mark.parametrize("place", ["record", "value"])
 def test_what_a_strangers_checkpoint_would_execute_is_not_read(model: str, tmp_path: Path, place: str) -> None:
     folder, made = tmp_path / "theirs", tmp_path / "made"
-    state = _state_of(make_trainer(model), Progress(1, 1))
+    state = _state_of(make_trainer(model), TrainerProgress(1, 1))
     if place == "value":
         state["progress"]["step"] = Evil(made)
     dcp.save(state, checkpoint_id=folder, no_dist=True)

@@ -15,8 +15,8 @@ import pytest
 from rlx.cli import COMMANDS, main
 from rlx.cli.help import FOR_ALL
 from rlx.config.load import load_run
+from rlx.config.presets import shipped_groups
 from rlx.config.roots import ROOTS, Root, has_key, key_of
-from rlx.config.shipped import shipped_groups
 
 ROOT = Path(__file__).resolve().parents[1]
 pytestmark = pytest.mark.usefixtures("known_environments")

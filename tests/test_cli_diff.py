@@ -14,7 +14,7 @@ from rlx.config.schema import RunConfig
 from rlx.metrics import MetricsWriter
 from rlx.paths import RunPaths
 from rlx.plan.make import make_plan
-from rlx.runs.claim import create
+from rlx.runs.run_dir import create
 
 
 def run(root: Path, rewards: tuple[float, ...] = (0.25, 0.5), **changes) -> RunPaths:

@@ -18,8 +18,8 @@ from rlx.inference.endpoints import Endpoint, endpoint_file, present_servers, pu
 from rlx.metrics import MetricsWriter
 from rlx.paths import RunPaths
 from rlx.plan.make import make_plan
-from rlx.runs.claim import create
 from rlx.runs.run import Run
+from rlx.runs.run_dir import create
 
 
 class Health(BaseHTTPRequestHandler):

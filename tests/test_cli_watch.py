@@ -20,10 +20,10 @@ from test_console import add_step, rendered
 
 from rlx.cli import main
 from rlx.cli.console import Console
-from rlx.cli.panes import logs_of, make, session_of
+from rlx.cli.tmux import logs_of, make, session_of
 from rlx.config.load import compose, to_yaml
 from rlx.paths import RunPaths
-from rlx.plan.record import ProcessSpec, write_plan
+from rlx.plan.process_spec import ProcessSpec, write_plan
 from rlx.runs.jobs import note_job
 from rlx.runs.run import Run
 from rlx.runs.status import Cause, Status
@@ -32,7 +32,7 @@ from rlx.runs.status import Cause, Status
 @pytest.fixture(autouse=True)
 def quick_display(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlx.cli.watch.UPDATE", 0.02)
-    monkeypatch.setattr("rlx.cli.watch.PATIENCE", 0.2)
+    monkeypatch.setattr("rlx.cli.watch.LOST_SECONDS", 0.2)
 
 
 def make_run(root: Path, **status: object) -> RunPaths:
@@ -234,7 +234,6 @@ def test_ctrl_c_ends_the_display_and_not_the_run(tmp_path: Path):
     command = [sys.executable, "-m", "rlx.cli", "watch", str(paths.root)]
     heeded = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731  (a shell starts its background jobs with SIGINT ignored)
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heeded)
-    assert process.stdout is not None
     assert process.stdout.readline().startswith("run ")
     time.sleep(0.1)
     for _ in range(20):  # Python loses an interrupt that comes while it collects garbage

@@ -15,7 +15,7 @@ from traces import trace_of, turns_of
 from rlx.arrays import Float, Int
 from rlx.codec import MAGIC, CodecError, decode, encode
 from rlx.data.source import FakeSource
-from rlx.plain import from_json, to_json
+from rlx.json_values import from_json, to_json
 from rlx.trace import Trace, Turn
 from rlx.types import STREAMS, Rollout, StepBatch, Task
 

@@ -41,8 +41,6 @@ def _is_text(node: ast.expr) -> bool:
 def installed() -> Path:
     """The folder of the installed vLLM."""
     spec = importlib.util.find_spec("vllm")
-    assert spec is not None
-    assert spec.origin is not None
     return Path(spec.origin).parent
 
 

@@ -11,7 +11,7 @@ from test_rollout_runner import outcome
 
 from rlx.config.checks.data import metrics_of
 from rlx.config.errors import ConfigError
-from rlx.config.evaluated import environments, evaluated, is_due, section_of
+from rlx.config.eval_envs import environments, evaluated, is_due, section_of
 from rlx.config.load import compose, load_run
 from rlx.config.roots import EVAL, SYNTHESIZE, TRAIN
 from rlx.config.schema import Config
@@ -75,7 +75,7 @@ MIX = {  # of an environment of the mix: keys that its evaluation takes, none at
     "agents": ["a"],
     "num_tasks": 5,
     "rollout_timeout": 7.0,
-    "reward_raises": "zero",
+    "on_reward_error": "zero",
     "workers": 3,
     "python": sys.executable,
 }
@@ -83,7 +83,7 @@ OTHER = {  # of its evaluation: their defaults where a value can say so
     "agents": [],
     "num_tasks": 1000000,
     "rollout_timeout": 600.0,
-    "reward_raises": "fail",
+    "on_reward_error": "fail",
     "workers": 1,
     "python": "/bin/sh",
 }
@@ -95,7 +95,7 @@ def given(section: str, values: dict[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize("key", MIX)
 def test_a_key_of_an_evaluation_counts_even_if_it_is_the_default_that_the_mix_has_changed(key: str) -> None:
-    """Otherwise `eval.envs.X.reward_raises=fail` beside `envs.X.reward_raises=zero` would count as not set."""
+    """Otherwise `eval.envs.X.on_reward_error=fail` beside `envs.X.on_reward_error=zero` would count as not set."""
     mix, argv = given("envs.reverse_text", MIX), ["eval.interval=5", "launcher.check_envs=false"]
     own = given("eval.envs.reverse_text", {key: OTHER[key]})
     (found,) = evaluated(cfg(*argv, *mix, *own)).values()

@@ -56,6 +56,18 @@ def test_what_a_fork_cannot_take_is_refused_or_left_alone(source: Path, tmp_path
     assert compose([f"resume={source}", "data=fake"], {}, SFT).cfg.loss["_target_"] == "rlx.losses.sft.sft", "a run of another command"
 
 
+@pytest.mark.parametrize("where", ["RLX_RESUME", "experiment"])
+def test_a_fork_that_is_not_on_the_command_line_is_refused(source: Path, tmp_path: Path, where: str) -> None:
+    """Only the command line is read before the files, so the rest would be rlx's defaults and not the source's configuration."""
+    argv, environ = ["optim.lr=1e-5"], {"RLX_RESUME": str(source)} if where == "RLX_RESUME" else {}
+    if not environ:
+        (tmp_path / "conf" / "experiment").mkdir(parents=True)
+        (tmp_path / "conf" / "experiment" / "branch.yaml").write_text(f"# @package _global_\nresume: {source}\n")
+        argv += ["--config-dir", str(tmp_path / "conf"), "+experiment=branch"]
+    with pytest.raises(ConfigError, match=rf"makes a fork.*\n  fix: add resume={source}"):
+        compose(argv, environ)
+
+
 def test_the_run_of_another_user_does_not_execute_code(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = source / "config.yaml"
     file.write_text(file.read_text().replace("rlx.losses.gspo.gspo", "evil.loss"))

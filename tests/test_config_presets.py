@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from rlx.cli import main
-from rlx.config.declared import ATTRIBUTE, Declared
 from rlx.config.gpus import LAYOUTS
+from rlx.config.instantiate import must_be_built
 from rlx.config.load import compose, instantiate
+from rlx.config.loss_traits import ATTRIBUTE, Declared
+from rlx.config.presets import shipped_groups
 from rlx.config.roots import SFT, TRAIN
 from rlx.config.schema import LossTerms, OptimTerms, split_terms
-from rlx.config.shipped import shipped_groups
 from rlx.config.signatures import declared_by, locate, signature_of
-from rlx.config.targets import must_be_built
 from rlx.plan.make import make_plan
 from rlx.train.trial import check_built
 

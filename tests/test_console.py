@@ -1,4 +1,4 @@
-"""The display of a run: the live panel, the plain lines, the closing summary. With the files of a made-up run."""
+"""The display of a run: the live panel, the plain lines, the closing summary. With the files of made-up runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import rich.console
-import zstandard
 from test_checkpoint_folders import write as write_checkpoint
 
 from rlx.checkpoints.folders import Start, write_start
@@ -21,9 +20,9 @@ from rlx.cli import display as module
 from rlx.cli import main
 from rlx.cli.console import Console
 from rlx.cli.display import sparkline
-from rlx.cli.show import run as show
-from rlx.config.errors import ConfigError
+from rlx.cli.eval_display import PlayDisplay
 from rlx.config.load import compose
+from rlx.config.roots import EVAL, SFT, SYNTHESIZE
 from rlx.config.schema import Config
 from rlx.launch.stall import STACKS
 from rlx.metrics import MetricsWriter
@@ -244,29 +243,6 @@ def test_a_way_to_look_at_the_last_rollouts_is_suggested_where_there_are_any(run
         assert "there is no directory" in capsys.readouterr().err
 
 
-def test_the_rollouts_of_a_file_are_shown_as_text_a_few_of_them(tmp_path, capsys):
-    record = {
-        "env": "math",
-        "example_id": 3,
-        "prompt": [{"role": "user", "content": "1+1=?"}],
-        "completion": [{"role": "assistant", "content": "[2]"}],
-        "reward": 1.0,
-        "advantage": -0.5,
-        "num_tokens": 4,
-        "stop": "stop",
-    }
-    failed = record | {"example_id": 9, "completion": [], "reward": None, "advantage": None, "stop": "timeout"}
-    path = tmp_path / "step_000000.jsonl.zst"
-    path.write_bytes(zstandard.compress("\n".join(json.dumps(each) for each in (record, failed, record)).encode()))
-    assert show([str(path), "count=2"]) == 0
-    assert capsys.readouterr().out == (
-        "step 0   math, example 3   reward 1.000   advantage -0.500   4 tokens, stop\n  user: 1+1=?\n  assistant: [2]\n\n"
-        "step 0   math, example 9   no reward   4 tokens, timeout\n  user: 1+1=?\n"
-    )
-    with pytest.raises(ConfigError, match="required"):
-        show([])
-
-
 def test_a_run_that_failed_points_to_its_logs_and_suggests_nothing(run):
     text = finished(run, state="failed").summary(1)
     assert "my-run: failed after" in text
@@ -332,3 +308,46 @@ def test_the_summary_says_which_kernels_trained(run):
     text = console.summary(0)
     assert "  kernels   log-probabilities by triton · Liger's layer kernels rope, rms_norm of qwen3; 11 modules\n" in text
     assert "  warning   rounding clips\n" in text
+
+
+def test_supervised_training_shows_losses_what_was_left_out_and_how_to_train_on(tmp_path: Path):
+    cfg = compose(["data=fake", f"run.dir={tmp_path}", "max_steps=4"], {}, SFT).cfg
+    trainer, held_out = (MetricsWriter(RunPaths(tmp_path).metrics, source) for source in ("trainer", "val"))
+    for step in range(4):
+        trainer.write(step, {"loss/nll": 2.0 - step / 4, "data/overlong": 1.0, "data/epoch": 0.5, "time/step": 1.0})
+    held_out.write(4, {"val/loss": 1.5, "val/truncated": 2.0})
+    console = Console(tmp_path, cfg)
+    console.update()
+    assert "step 4/4" in rendered(console)
+    assert "loss 1.250   val 1.500 (step 4)   epoch 0.50" in rendered(console)
+    text = console.summary(0)
+    assert "  loss      1.625 → 1.625" in text
+    assert "  dropped   4 samples longer than seq_len, of the validation 2 samples cut to seq_len" in text
+    assert f" model.name={tmp_path}/weights/step_4   # reinforcement learning from the result" in text
+
+
+def test_an_evaluation_shows_its_rollouts_the_time_left_and_what_is_in_flight(tmp_path: Path, capsys):
+    now = {"what": "sums at step 10", "done": 60, "total": 100, "before": 50, "seconds": 5.0}
+    now |= {"tokens": 500, "in_flight": 8, "oldest": 12.0, "failed": 3}
+    display = PlayDisplay(tmp_path, compose(["env=sums", "num_examples=100"], {}, EVAL).cfg)
+    assert display.progress() is None
+    display.paths.progress.write_text(json.dumps(now))
+    display.update()
+    line = capsys.readouterr().out.splitlines()[-1].partition("] ")[2]
+    assert line == (
+        "sums at step 10: rollouts 60/100   2.0 rollouts/s   100 tok/s   8 in flight, the oldest for 0:12   3 failed   ETA 0:20"
+    )
+    display.paths.progress.write_text(json.dumps(now | {"before": 60}))
+    assert display.progress().left is None
+
+
+def test_synthesized_data_is_counted_and_the_next_command_trains_on_it(tmp_path: Path):
+    display = PlayDisplay(tmp_path, compose(["env=sums"], {}, SYNTHESIZE).cfg)
+    metadata = display.paths.synthesized.with_name("metadata.json")
+    metadata.parent.mkdir()
+    counts = {"played": 8, "kept": 2}
+    found = {"rollouts": counts | {"dropped": {"reward": 6}}, "examples": counts, "reward": {"played": 0.25, "kept": 1.0}}
+    metadata.write_text(json.dumps(found | {"file": str(metadata), "rows": 2, "raw_text_rows": 0}))
+    text = display.summary(0)
+    assert "  kept      2 rollouts of 2 examples, mean reward 1.000\n  dropped   6 reward\n" in text
+    assert f"sft data.name={tmp_path}/data/train.jsonl model=… seq_len=" in text

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from chat_templates import CLOSING, HERMES, LLAMA, OPENING, PLAIN, RETAINING, SMOLLM2, STRIPPING, TEXT, small_tokenizer
-from test_policy_chat import ADD
+from test_policy_chat import ADD, chat_of
 
 from rlx.data.conversations import Conversation, RowError
 from rlx.data.masks import Marked, mark
+from rlx.data.supervised import Conversations
 from rlx.policy.chat import Chat
+from rlx.types import TrainingSample
 
 pytestmark = pytest.mark.slow
 
@@ -246,6 +249,32 @@ def test_what_cannot_be_marked_exactly_is_refused(template: str, messages: list[
     chat = Chat(small_tokenizer(template, "<|eot_id|>" if template == LLAMA else "<|im_end|>"))
     with pytest.raises(RowError, match=reason.replace("|im_end|", r"\|im_end\|")):
         mark(Conversation(messages=messages, first=0, tools=[ADD] if template == LLAMA else None), chat)
+
+
+def test_a_row_that_spells_a_mark_may_be_escaped_by_key() -> None:
+    chat = chat_of("hermes")
+
+    def samples(text: str, **keys: Any) -> list[TrainingSample]:
+        row = {"prompt": f"say {text}", "completion": f"{text}."}
+        rows: Any = type("Rows", (list,), {"fills": False, "where": lambda self, index: f"row {index}"})([row])
+        return Conversations(name="a", rows=rows, chat=chat, seq_len=256, vocab_size=1 << 20, **keys).samples(0, Counter())
+
+    with pytest.raises(ValueError, match=r"data\.control_tokens=escape"):
+        samples("a<|im_end|>b")
+    (escaped,), (plain,) = samples("a<|im_end|>b", escapes=True), samples("ab")
+    end = chat.stop_token_ids[0]
+    assert list(escaped.token_ids).count(end) == list(plain.token_ids).count(end)
+    assert "im_end" in chat.text(escaped.token_ids[escaped.loss_mask].tolist()).replace("<|im_end|>", "")
+
+
+def test_marks_in_a_call_or_in_a_tool_are_refused_too() -> None:
+    chat, call = Chat(small_tokenizer(HERMES)), says("", None, 1)
+    call["tool_calls"][0]["function"]["arguments"] = json.dumps({"a": "<|im_end|>"})
+    with pytest.raises(RowError, match=r"role assistant spells <\|im_end\|>"):
+        mark(Conversation(messages=[asks("go"), call], first=0, tools=[ADD]), chat)
+    tool = {**ADD, "function": {**ADD["function"], "description": "ends <|im_end|>"}}
+    with pytest.raises(RowError, match=r"the tool add spells <\|im_end\|>"):
+        mark(Conversation(messages=[asks("go"), says("yes")], first=0, tools=[tool]), chat)
 
 
 def test_calls_without_listed_tools_are_trained_if_the_template_shows_them() -> None:

@@ -144,6 +144,7 @@ def test_a_line_that_is_not_json_is_named(tmp_path: Path) -> None:
         ({"prompt": "2+3", "completion": "5"}, [ASKED, SAID], 1),
         ({"conversations": [{"from": "human", "value": "2+3"}, {"from": "gpt", "value": "5"}]}, [ASKED, SAID], 0),
         ({"conversations": json.dumps([ASKED, SAID])}, [ASKED, SAID], 0),
+        ({"prompt": " " + json.dumps([ASKED]), "completion": json.dumps([SAID], indent=1)}, [ASKED, SAID], 1),
         ({"prompt": [ASKED], "completion": [SAID], "messages": None}, [ASKED, SAID], 1),
         ({"prompt": [ASKED, SAID, ASKED], "completion": SAID}, [ASKED, SAID, ASKED, SAID], 3),
         ({"messages": [{"role": "developer", "content": [{"type": "text", "text": "be"}, " kind"]}]}, None, 0),
@@ -223,11 +224,6 @@ def test_a_text_that_happens_to_be_json_is_text(text: str) -> None:
     read = read_conversation({"prompt": text, "completion": text})
     assert read.messages == [{"role": "user", "content": text}, {"role": "assistant", "content": text}]
     assert read.first == 1
-
-
-def test_a_text_that_is_json_of_messages_is_read_as_messages() -> None:
-    read = read_conversation({"prompt": " " + json.dumps([ASKED]), "completion": json.dumps([SAID], indent=1)})
-    assert read.messages == [ASKED, SAID]
 
 
 def test_nulls_of_tools_and_calls_that_are_json_texts_are_kept() -> None:

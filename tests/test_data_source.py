@@ -1,4 +1,4 @@
-"""The four sources of batches: what each gives, how it waits, and that several ranks get the same batch from one reader."""
+"""Where batches come from, and the scores that belong to them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import queue
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,16 @@ from test_codec_records import same
 from trainer_examples import make_samples, step_batch
 
 from rlx.codec import CodecError
+from rlx.data.packing import pack
+from rlx.data.scores import Scored, read_scores, write_scores
 from rlx.data.source import FakeSource, OrchestratorSource, RecordedSource, send, split
 from rlx.heartbeat import EVALUATING, Heartbeat
 from rlx.parallel.mesh import Mesh, RankLost, one_process
 from rlx.paths import RunPaths
+from rlx.polling import Preempted
 from rlx.rollout.record import record_batch
-from rlx.types import StepBatch
-from rlx.waiting import Preempted
+from rlx.runs.tokens import tokens_of
+from rlx.types import MicroBatch, StepBatch
 
 ALONE = one_process("cpu")
 
@@ -115,7 +118,7 @@ class Rank:
     first: bool
     line: queue.Queue[bytes]
     world_size: int = 2
-    limit: float = math.inf
+    timeout: float = math.inf
 
     def broadcast_bytes(self, content: bytes | bytearray | None = None) -> bytes | bytearray:
         if self.first:
@@ -174,7 +177,7 @@ def test_a_run_that_gives_way_while_rank_0_waits_gives_way_on_every_rank(tmp_pat
 
 
 def test_a_batch_that_rank_0_cannot_read_is_an_error_on_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlx.parallel.mesh.PATIENCE", 0.0)
+    monkeypatch.setattr("rlx.parallel.mesh.RANK_LOST_SECONDS", 0.0)
     paths = RunPaths(tmp_path)
     paths.batch_of(0).mkdir(parents=True)
     found = on_two_ranks(lambda rank: OrchestratorSource(paths, rank, timeout=60).receive(0, lambda: None))
@@ -202,3 +205,58 @@ def test_a_fake_source_has_the_lengths_that_were_asked_for_and_follows_its_seed(
     lengths = {int(s.loss_mask.sum()) for s in varied}
     assert len(lengths) > 2
     assert lengths <= set(range(1, 51))
+
+
+RANKS, TOKENS = 2, 60
+
+
+def batch() -> StepBatch:
+    samples = make_samples(groups=5, members=3)
+    untrained = replace(samples[4], loss_mask=np.zeros_like(samples[4].loss_mask))
+    return step_batch(3, [[*samples[:4], untrained, *samples[5:9]], samples[9:]])
+
+
+def as_if_trained(row: MicroBatch) -> Scored:
+    """A model that is 0.25 nat less certain than the engine, and whose entropy is a hundredth of the token's id."""
+    mask = row.loss_mask
+    return row, (row.inference_logp[mask] - 0.25).astype(np.float32), (row.labels[mask] / 100).astype(np.float32)
+
+
+def write(paths: RunPaths, rank: int) -> None:
+    whole = batch()
+    rows = [row for part in pack(whole, rank=rank, ranks=RANKS, tokens=TOKENS).mini_batches for row in part.micro_batches]
+    write_scores(paths, whole, [as_if_trained(row) for row in rows], rank)
+
+
+def test_scores_of_all_ranks_find_their_tokens(tmp_path: Path):
+    paths = RunPaths(tmp_path)
+    record_batch(paths.recorded_of(3), batch())
+    for rank in range(RANKS):
+        write(paths, rank)
+    samples = [sample for part in batch().mini_batches for sample in part]
+    covered = np.concatenate([one.samples for one in read_scores(paths, 3)])
+    assert sorted(covered) == [i for i, sample in enumerate(samples) if sample.loss_mask.any()]
+    for sample in samples:
+        for tokens in tokens_of(tmp_path, 3, sample.group, sample.member):
+            if not tokens.sample.loss_mask.any():
+                assert tokens.entropy is None
+                continue
+            assert tokens.mismatch is not None
+            assert tokens.entropy[tokens.sample.loss_mask] == pytest.approx(
+                tokens.sample.token_ids[tokens.sample.loss_mask] / 100, rel=1e-3
+            )
+            assert tokens.mismatch[tokens.sample.loss_mask] == pytest.approx(-0.25, rel=1e-3)
+            assert np.isnan(tokens.entropy[~tokens.sample.loss_mask]).all()
+
+
+def test_samples_of_a_rank_without_a_file_have_no_scores(tmp_path: Path):
+    paths = RunPaths(tmp_path)
+    record_batch(paths.recorded_of(3), batch())
+    write(paths, 1)
+    samples = [sample for part in batch().mini_batches for sample in part]
+    (one,) = read_scores(paths, 3)
+    there = {(samples[i].group, samples[i].member) for i in one.samples}
+    assert {(s.group, s.member) for s in samples if tokens_of(tmp_path, 3, s.group, s.member)[0].entropy is not None} == there
+    paths.scores_of(3, 1).write_bytes(b"cut")
+    with pytest.raises(match="is damaged"):
+        tokens_of(tmp_path, 3, samples[0].group, samples[0].member)

@@ -1,8 +1,9 @@
-"""Supervised batches: their order, what is left out and counted, and that one rank makes them for all."""
+"""Batches of supervised training."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import threading
 from collections import Counter
 from itertools import islice
@@ -21,15 +22,16 @@ from rlx.data.packing import pack
 from rlx.data.supervised import Conversations, Prepared, SupervisedSource, shares, shuffled_batches
 from rlx.models import tiny
 from rlx.parallel.mesh import one_process
-from rlx.policy.source import chat_of
-from rlx.types import StepBatch
+from rlx.paths import RunPaths
+from rlx.policy.source import chat_of, source_of
+from rlx.types import StepBatch, TrainingSample
 
 
 def samples_of(count: int, env: str = "a") -> list:
     return [dataclasses.replace(sample, group=0, env=env) for sample in (make_samples() * 9)[:count]]
 
 
-def source_of(count: int = 16, **keys: Any) -> SupervisedSource:
+def batches_of(count: int = 16, **keys: Any) -> SupervisedSource:
     return SupervisedSource([(Samples("a", samples_of(count)), 1.0)], **{"batch_size": 6, "seed": 1, **keys})
 
 
@@ -42,12 +44,12 @@ def test_batches_visit_every_example_before_any_again() -> None:
 
 
 def test_a_supervised_source_gives_the_same_batch_for_a_step_in_any_order() -> None:
-    source = source_of()
+    source = batches_of()
     in_order = [source.receive(step) for step in range(5)]
     for step in (4, 1, 3, 0):
         assert same(source.receive(step), in_order[step])
-    assert same(source_of().receive(3), in_order[3])
-    assert not same(source_of(seed=2).receive(3), in_order[3])
+    assert same(batches_of().receive(3), in_order[3])
+    assert not same(batches_of(seed=2).receive(3), in_order[3])
     ready, order = samples_of(16), shuffled_batches(16, 6, seed=1)
     for batch in in_order:
         (mini_batch,) = batch.mini_batches
@@ -133,7 +135,7 @@ def test_a_row_whose_only_trainable_token_is_the_first_is_refused_with_its_place
 
 
 def test_a_refused_row_is_an_error_with_its_place_or_counted() -> None:
-    with pytest.raises(ValueError, match=r"(?s)row 2 of words cannot be trained on: an answer contains '\.'.*data\.refused=skip"):
+    with pytest.raises(ValueError, match=r"(?s)row 2 of words cannot be trained on: an answer contains '\.'.*data\.on_bad_row=skip"):
         examples().samples(2, Counter())
     source = SupervisedSource([(examples(skip_refused=True), 1.0)], batch_size=3, seed=0)
     assert len(source.receive(0).mini_batches[0]) == 1
@@ -172,12 +174,12 @@ def test_one_rank_makes_the_batches_of_all_in_a_thread_and_keeps_one_ahead() -> 
         return Slow([(Samples("a", samples_of(16)), 1.0)], batch_size=6, seed=1)
 
     alone = Prepared(slow, one_process("cpu"))
-    assert same(alone.receive(0, ticked.set), source_of().receive(0))
-    assert same(alone.receive(1), source_of().receive(1))
+    assert same(alone.receive(0, ticked.set), batches_of().receive(0))
+    assert same(alone.receive(1), batches_of().receive(1))
     assert alone.report(0)["batch/samples"] == 6
     assert made[:2] == [0, 1]
     found = on_two_ranks(lambda rank: Prepared(slow if rank.first else pytest.fail, rank).receive(2))  # type: ignore[arg-type]
-    assert all(same(one, source_of().receive(2)) for one in found)
+    assert all(same(one, batches_of().receive(2)) for one in found)
 
 
 def test_a_row_that_cannot_be_used_ends_the_run_of_prepared_batches_too() -> None:
@@ -190,5 +192,55 @@ def test_a_row_that_cannot_be_used_ends_the_run_of_prepared_batches_too() -> Non
 def test_rows_are_shown_by_the_chat_format_that_rollouts_have(tmp_path: Path, strategy: str, keeps: bool) -> None:
     tiny.save(tiny.build_model(WarmStartConfig(hidden_size=32, num_hidden_layers=1), 64), tiny.build_tokenizer(64), tmp_path)
     line = ["hardware=cpu", "data=fake", "model=tiny_trained", f"model.name={tmp_path}", f"orchestrator.trajectory_strategy={strategy}"]
-    for more in ([], ["model.strips_thinking=true", "model.renderer=default"]):  # which says only why interleaving may not help
+    for more in ([], ["model.template_drops_thinking=true", "model.renderer=default"]):  # which says only why interleaving may not help
         assert chat_of(compose([*line, *more], {}, SFT).cfg, str(tmp_path)).keeps_tokens is keeps
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    tiny.save(tiny.build_model(WarmStartConfig(hidden_size=32, num_hidden_layers=1), 128), tiny.build_tokenizer(128), folder)
+    return folder
+
+
+def write(path: Path, rows: list[dict]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def first_batch(model: Path, *keys: str) -> tuple[list[TrainingSample], dict[str, float]]:
+    """The samples of step 0 and its report."""
+    cfg = compose([*keys, "model=tiny_trained", f"model.name={model}", "hardware=cpu", "seq_len=96"], {}, SFT).cfg
+    paths = RunPaths(model.parent / "run")
+    paths.root.mkdir()
+    source = source_of(cfg, paths, one_process("cpu"), str(model))
+    (samples,) = source.receive(0, lambda: None).mini_batches
+    return list(samples), source.report(0)
+
+
+def test_several_data_sets_share_a_batch_by_their_configured_weights(tmp_path: Path, model: Path) -> None:
+    sets = [f"+data.sets.{name}.name={write(tmp_path / f'{name}.jsonl', [{'prompt': name, 'completion': name}] * 8)}" for name in "ab"]
+    samples, report = first_batch(model, *sets, "+data.sets.a.weight=3", "+data.sets.b.weight=1", "data.batch_size=12")
+    assert Counter(sample.env for sample in samples) == {"a": 9, "b": 3}
+    assert (report["data/a/rows"], report["data/b/rows"]) == (9, 3)
+
+
+@pytest.mark.parametrize(
+    ("keys", "trained"),
+    [
+        ((), ["dcba<|im_end|>", "hgfe<|im_end|>"]),
+        (("data.loss_mask.user=true",), ["abcd", "dcba<|im_end|>", "efgh", "hgfe<|im_end|>"]),
+        (("data.loss_mask.system=true", "data.loss_mask.assistant=false"), ["reverse it"]),
+    ],
+)
+def test_the_configured_roles_are_trained_and_no_others(tmp_path: Path, model: Path, keys: tuple[str, ...], trained: list[str]) -> None:
+    said = [("system", "reverse it"), ("user", "abcd"), ("assistant", "dcba"), ("user", "efgh"), ("assistant", "hgfe")]
+    name = write(tmp_path / "rows.jsonl", [{"messages": [{"role": role, "content": content} for role, content in said]}])
+    (sample,), _ = first_batch(model, f"data.name={name}", "data.batch_size=1", *keys)
+    tokenizer, found, before = tiny.build_tokenizer(128), [], False
+    for token, on in zip(sample.token_ids.tolist(), sample.loss_mask.tolist(), strict=True):
+        if on:
+            found += [] if before else [""]
+            found[-1] += tokenizer.decode([token])
+        before = on
+    assert found == trained

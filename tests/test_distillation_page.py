@@ -40,7 +40,7 @@ def test_the_section_has_a_teacher_its_server_and_three_ways_to_learn_from_one()
     assert "run.name=teacher max_steps=60" in said
     assert "run.name=scored loss=opd" in said
     assert "max_steps=12 " in said
-    for part in ("vllm.entrypoints", "loss=opd", "played_by=teacher", "loss=sdft", "rlx sft", "rlx eval"):
+    for part in ("vllm.entrypoints", "loss=opd", "sampled_by=teacher", "loss=sdft", "rlx sft", "rlx eval"):
         assert part in said
 
 

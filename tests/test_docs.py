@@ -14,25 +14,29 @@ import yaml
 
 from rlx.config.errors import ConfigError
 from rlx.config.load import compose, instantiate
+from rlx.config.oom_hints import when_out_of_memory
 from rlx.config.roots import ROOTS, SFT, Root
-from rlx.config.savings import when_out_of_memory
 from rlx.config.schema import LossTerms, split_terms
-from rlx.config.tree import leaves
+from rlx.config.validate import leaves
 from rlx.losses.base import Objective
 from rlx.losses.tokens import TokenBatch
 from rlx.metrics import METRICS
+from rlx.paths import RunPaths
 from rlx.plan.explain import explain
 from rlx.plan.make import make_plan
-from rlx.preflight.probes import environments_of
+from rlx.preflight.env_probe import environments_of
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 
-import config_doc  # noqa: E402  (scripts, not modules of the package)
+import commands_doc  # noqa: E402  (scripts, not modules of the package)
+import config_doc  # noqa: E402
 import metrics_doc  # noqa: E402
 
 
-@pytest.mark.parametrize(("page", "render"), [("metrics", metrics_doc.render), ("configuration", config_doc.render)])
+@pytest.mark.parametrize(
+    ("page", "render"), [("metrics", metrics_doc.render), ("configuration", config_doc.render), ("commands", commands_doc.render)]
+)
 def test_a_generated_page_is_up_to_date(page: str, render: Callable[[], str]):
     assert (ROOT / "docs" / f"{page}.md").read_text() == render(), "run `make docs`"
 
@@ -66,14 +70,14 @@ def test_the_commands_of_pages_are_not_refused_by_the_configuration_or_the_envir
         "model.name=outputs/shown/weights/step_250",  # made by another command of the page: tests/test_distillation_page.py composes it
         "envs.custom.id=proposer-solver",  # a taskset that is not installed everywhere
         "eval.envs.mine.id=my-environment",
+        "env.id=my-environment",
+        "env.args.data=mine.jsonl",
+        "env.args.dataset=openai/gsm8k",
         "my_conf",  # a folder of the reader's
     }
-    configs = []
-    for page, least in {"distillation": 10, "evaluation": 5, "first_gpu_run": 6, "data": 5, "from_prime_rl": 3}.items():
-        commands = commands_of(page)
-        assert len(commands) >= least, page
-        configs += [compose([*argv, "dry_run=true"], {}).cfg for argv in commands if not elsewhere.intersection(argv)]
-    environments_of(configs)
+    commands = [argv for page in ("distillation", "evaluation", "gpu", "environments", "from_prime_rl") for argv in commands_of(page)]
+    assert len(commands) > 30
+    environments_of([compose([*argv, "dry_run=true"], {}).cfg for argv in commands if not elsewhere.intersection(argv)])
 
 
 def test_the_experiment_that_the_page_for_users_of_prime_rl_shows_composes(tmp_path: Path):
@@ -109,10 +113,10 @@ def test_what_the_pages_for_users_of_other_frameworks_translate_to_composes(
 
 
 def test_the_metrics_that_the_pages_for_users_of_other_frameworks_name_exist():
-    known = {re.sub(r"<\w+>", "", name) for name in METRICS}
-    for page in ("from_trl", "from_verl"):
+    known = {re.sub(r"<\w+>", "", name) for name in METRICS} | set(METRICS)
+    for page in ("from_prime_rl", "from_trl", "from_verl"):
         table = (ROOT / "docs" / f"{page}.md").read_text().rpartition("\n| metric of verl" if page == "from_verl" else "## Metrics")[2]
-        named = re.findall(r"`([a-z_/]+)`", "".join(re.findall(r"^\|[^|]*\|([^|]*)\|$", table, re.MULTILINE)))
+        named = re.findall(r"`([a-z_/<>@]+)`", "".join(re.findall(r"^\|[^|]*\|([^|]*)\|$", table, re.MULTILINE)))
         assert len(named) > 5
         assert set(named) <= known
 
@@ -126,9 +130,9 @@ def test_the_environment_that_the_page_adds_is_found(tmp_path: Path):
 
 
 def test_the_plan_that_the_page_of_the_first_run_shows_is_what_a_dry_run_says():
-    page = (ROOT / "docs" / "first_gpu_run.md").read_text()
+    page = (ROOT / "docs" / "gpu.md").read_text()
     (shown,) = re.findall(r"```\n(processes\n.*?)```", page, re.DOTALL)
-    cfg = compose([*commands_of("first_gpu_run")[0], "run.dir=/run"], {}).cfg
+    cfg = compose([*commands_of("gpu")[0], "run.dir=/run"], {}).cfg
     said = explain(cfg, make_plan(cfg, Path("/run")), {}, [], "/run").splitlines()
     assert not [line for line in shown.splitlines() if line not in said]
 
@@ -164,7 +168,6 @@ def test_the_objective_that_the_page_adds_trains(tmp_path: Path, monkeypatch: py
     )
     total, _ = Objective(instantiate(loss), terms)(tokens, 2, 2)
     total.backward()
-    assert tokens.logp.grad is not None
     assert tokens.logp.grad.tolist() == [-0.5, 0.25], "half of the gradient where the advantage is negative: loss.leak=0.5"
     with pytest.raises(ConfigError, match=r"leaky takes leak, "):
         compose([*arguments.split(), "loss.lek=1"], {})
@@ -203,8 +206,14 @@ def test_every_layout_has_its_line_on_the_page_of_gpus():
     assert layouts == set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", table, re.MULTILINE))))
 
 
-WORDS = {  # a pattern of our own -> the field's words for it
-    r"beside\s+(training|reinforcement|the plan|them|it)\b": "during, compared with, alongside",
+WORDS = {  # a pattern of our own -> the field's words for it; code is not read
+    r"\b[Pp]lay(s|ed|ing)?\b": "roll out, sample, run",
+    r"\b[Bb]eside\b": "during, compared with, alongside, next to",
+    r"\b(is|are|was|were) refused\b|\brefuses?\b": "exits with code 2, raises ConfigError, returns 400",
+    r"\b([Nn]ot|was|were) seen\b|\bSeen:": "tested, untested, measured (docs/status.md)",
+    r"\b([Tt]hose|[Ww]hat is said) who\b|\bnobody who\b": "name the agent",
+    r", too[.,;]|\balike\b|\bas well[.;]": "leave it out",
+    r"\b(no|not) (valid|such) one\b|\bthat is none\b": "unknown X, not a valid X",
     r"\bkeys and values of (a|the) (request|sequence|prompt)": "KV cache",
     r"\b[Ww]hoever\b": "name the agent",
     r"\bis then (no|not)\b": "then … is",
@@ -215,12 +224,36 @@ WORDS = {  # a pattern of our own -> the field's words for it
 
 def test_the_pages_use_the_fields_words():
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
-    generated = {"log.md", "configuration.md", "metrics.md"}
+    generated = {"configuration.md", "metrics.md", "commands.md"}
     found = [
         f"{page.name}: {match[0]!r} → {instead}"
         for page in pages
         if page.name not in generated
         for pattern, instead in WORDS.items()
-        for match in re.finditer(pattern, page.read_text())
+        for match in re.finditer(pattern, re.sub(r"^```.*?^```|`[^`\n]*`", "", page.read_text(), flags=re.MULTILINE | re.DOTALL))
     ]
     assert not found
+
+
+def test_every_picture_is_shown_and_every_page_is_in_the_sites_navigation():
+    shown = "".join(page.read_text() for folder in ("docs", "examples", "benchmarks") for page in (ROOT / folder).rglob("*.md"))
+    assert [picture.name for picture in (ROOT / "docs").glob("*.png") if f"{picture.name})" not in shown] == []
+    assert [page.name for page in (ROOT / "docs").glob("*.md") if f": {page.name}\n" not in (ROOT / "mkdocs.yml").read_text()] == []
+
+
+def test_the_run_directory_that_the_page_describes_is_that_of_the_code():
+    table = (ROOT / "docs" / "report.md").read_text().partition("## The run directory")[2]
+    named = {
+        name.partition("/")[0]
+        for name in re.findall(r"`([a-z_.]+(?:/[a-zA-Z_.]*)*)`", "".join(re.findall(r"^\| (`[^|]*) \|", table, re.MULTILINE)))
+    }
+    places = {place.place.partition("/")[0] for place in vars(RunPaths).values() if hasattr(place, "place")}
+    assert named - places == {"code", "conf"}
+
+
+def test_the_numbers_of_the_readme_are_those_of_the_results():
+    table = (ROOT / "README.md").read_text().partition("## Results")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (?!run|---)[^|]*\| ([^|]*) \| ([^|]*) \|$", table, re.MULTILINE)
+    numbers = [number for row in rows for number in (*re.findall(r"\b\d[\d.,:]*\d\b", row[0]), *re.findall(r"`(\w+)`", row[1]))]
+    assert len(numbers) > 15
+    assert [number for number in numbers if number not in (ROOT / "benchmarks" / "RESULTS.md").read_text()] == []

@@ -49,59 +49,65 @@ def test_a_check_that_breaks_is_a_finding_and_the_others_go_on(examined: Config)
     assert second.name == "open files"
 
 
-@pytest.mark.parametrize(
-    ("limits", "state", "words"),
-    [((65536, 65536), "ok", ""), ((256, 1048576), "warning", "ulimit -n 768"), ((256, 300), "failed", "hard limit to 768")],
-)
-def test_open_files_are_compared_with_the_rollouts_in_flight(examined, monkeypatch, limits, state, words):
-    monkeypatch.setattr(resource, "getrlimit", lambda _: limits)
-    found, there, remedy = doctor.open_files(examined)
-    assert (found, words in remedy) == (state, True)
-    assert "768 are enough" in there
+LARGE = "model=qwen3_8b env=math"
+PATCHES = {
+    "files": (resource, "getrlimit"),
+    "disk": (doctor.shutil, "disk_usage"),
+    "locks": (fcntl, "flock"),
+    "memory": (doctor, "host_memory"),
+    "compiler": (doctor, "missing_part"),
+    "gpus": (doctor, "installed_gpus"),
+    "cores": (doctor.cgroup_limits, "cores"),
+}
+
+
+def room(size: int) -> SimpleNamespace:
+    return SimpleNamespace(free=size, total=size)
 
 
 @pytest.mark.parametrize(
-    ("free", "error", "state", "words"),
+    ("check", "here", "keys", "state", "words"),
     [
-        (2**42, None, "ok", ""),
-        (2**30, None, "failed", "run.dir=PATH"),
-        (2**42, PermissionError(13, "Permission denied"), "failed", "run.dir=PATH"),
-        (2**42, OSError(38, "Function not implemented"), "warning", "with flock"),
+        # open files are compared with the rollouts in flight
+        ("open_files", {"files": (65536, 65536)}, "", "ok", "768 are enough"),
+        ("open_files", {"files": (256, 1048576)}, "", "warning", "ulimit -n 768"),
+        ("open_files", {"files": (256, 300)}, "", "failed", "hard limit to 768"),
+        # a disk must hold the run's versions and have locks
+        ("run_disk", {"disk": room(2**42)}, f"{LARGE} hardware=node8", "ok", ""),
+        ("run_disk", {"disk": room(2**30)}, f"{LARGE} hardware=node8", "failed", "run.dir=PATH"),
+        ("run_disk", {"disk": room(2**42), "locks": PermissionError(13, "no")}, f"{LARGE} hardware=node8", "failed", "run.dir=PATH"),
+        ("run_disk", {"disk": room(2**42), "locks": OSError(38, "no")}, f"{LARGE} hardware=node8", "warning", "with flock"),
+        # memory is compared with the layout only where the run would be
+        ("memory", {"memory": 16 * 2**30}, f"{LARGE} hardware=cpu", "failed", ""),
+        ("memory", {"memory": 16 * 2**30}, f"{LARGE} hardware=cpu launcher=slurm", "skipped", ""),
+        ("memory", {"memory": 16 * 2**30}, "", "ok", ""),
+        # little shared memory fails only with several GPUs
+        ("shared_memory", {"disk": room(64 * 2**20)}, "", "warning", ""),
+        ("shared_memory", {"disk": room(64 * 2**20)}, "hardware=node8", "failed", "--shm-size=8g"),
+        # a compiler and GPUs are needed by layouts of GPUs
+        ("compiler", {"compiler": "it needs a C compiler; install one"}, "", "skipped", ""),
+        ("compiler", {"compiler": "it needs a C compiler; install one"}, "hardware=gpu2", "failed", "install one"),
+        ("gpus", {"gpus": 0}, "", "skipped", ""),
+        ("gpus", {"gpus": 0}, "hardware=node8", "failed", "no GPU; hardware=node8 needs 8 on a host"),
+        # more threads or processes than processors
+        ("cores", {"cores": 2}, "hardware=cpu experiment=sums_smollm2 hardware.cpu_threads=2", "ok", ""),  # each role has all of them
+        ("cores", {"cores": 2}, "hardware=cpu", "ok", ""),
+        ("cores", {"cores": 2}, "hardware=cpu hardware.cpu_threads=4", "warning", ""),
+        ("cores", {"cores": 2}, "hardware=cpu hardware.trainer_processes=4", "warning", ""),
     ],
 )
-def test_a_disk_must_hold_the_runs_versions_and_have_locks(tmp_path, monkeypatch, free, error, state, words):
-    def flock(*_: int) -> None:
-        if error is not None:
-            raise error
+def test_what_is_here_is_compared_with_what_the_run_needs(tmp_path, monkeypatch, check, here, keys, state, words):
+    for name, there in here.items():
 
-    large = config("model=qwen3_8b", "hardware=node8", "env=math", f"run.dir={tmp_path}")
-    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: SimpleNamespace(free=free, total=free))
-    monkeypatch.setattr(fcntl, "flock", flock)
-    found, there, remedy = doctor.run_disk(large)
-    assert (found, words in remedy) == (state, True), there
+        def answer(*_: object, there: object = there) -> object:
+            if isinstance(there, OSError):
+                raise there
+            return there
 
-
-def test_memory_is_compared_with_the_layout_only_where_the_run_would_be(tmp_path, monkeypatch):
-    cfg = config("model=qwen3_8b", "hardware=cpu", "env=math")
-    monkeypatch.setattr(doctor, "host_memory", lambda: 16 * 2**30)
-    assert doctor.memory(cfg)[0] == "failed"
-    assert doctor.memory(config("model=qwen3_8b", "hardware=cpu", "env=math", "launcher=slurm"))[0] == "skipped"
-    assert doctor.memory(config())[0] == "ok"
-
-
-def test_little_shared_memory_fails_only_with_several_gpus(tmp_path, monkeypatch):
-    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: SimpleNamespace(total=64 * 2**20, free=64 * 2**20))
-    assert doctor.shared_memory(config())[0] == "warning"
-    state, _, remedy = doctor.shared_memory(config("hardware=node8"))
-    assert state == "failed"
-    assert "--shm-size=8g" in remedy
-
-
-def test_a_missing_compiler_fails_on_a_gpu_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr(doctor, "missing_part", lambda: "it needs a C compiler, but there is none; install one")
-    assert doctor.compiler(config())[0] == "skipped"
-    state, _, remedy = doctor.compiler(config("hardware=gpu2"))
-    assert (state, remedy) == ("failed", "install one")
+        monkeypatch.setattr(*PATCHES[name], answer)
+    judged, found, remedy = getattr(doctor, check)(config(*keys.split(), f"run.dir={tmp_path}/outputs/mine"))
+    assert judged == state, found
+    assert words in f"{found} {remedy}"
 
 
 def test_packages_that_are_missing_or_of_other_versions_are_named(examined, monkeypatch):
@@ -143,13 +149,6 @@ def test_what_torch_finds_of_the_gpus_is_judged(changed, driver, need, state, wo
     judged, found, remedy = judge_gpus(FINE | changed, 2, 2, need, driver)
     assert judged == state, found
     assert words in f"{found} {remedy}"
-
-
-def test_a_layout_of_gpus_fails_where_there_is_none(tmp_path, monkeypatch):
-    monkeypatch.setattr(doctor, "installed_gpus", lambda: 0)
-    assert doctor.gpus(config())[0] == "skipped"
-    state, found, _ = doctor.gpus(config("hardware=node8"))
-    assert (state, found) == ("failed", "no GPU; hardware=node8 needs 8 on a host")
 
 
 @pytest.mark.parametrize(
@@ -239,20 +238,6 @@ def test_ranks_reduce_and_a_failure_of_one_is_the_answer():
     assert reduce_over(2, "gloo")["bytes_per_second"] > 2**20
     if visible_gpus() < 2:
         assert "error" in reduce_over(2, "nccl")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "state"),
-    [
-        (["experiment=sums_smollm2", "hardware.cpu_threads=2"], "ok"),  # as the preset: each role has all of them
-        ([], "ok"),
-        (["hardware.cpu_threads=4"], "warning"),
-        (["hardware.trainer_processes=4"], "warning"),
-    ],
-)
-def test_processors_are_too_few_for_more_threads_or_more_processes_than_there_are(arguments, state, tmp_path, monkeypatch):
-    monkeypatch.setattr(doctor.limits, "cores", lambda: 2)
-    assert doctor.cores(config("hardware=cpu", *arguments))[0] == state
 
 
 def test_a_run_asks_first_what_would_end_it_later(tmp_path, monkeypatch, capsys):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -111,16 +110,8 @@ def test_the_message_of_a_refusal_is_found_in_all_of_vllms_forms(answer: bytes) 
     assert str(error) == "server x (404): no such model"
 
 
-def scene(act: Callable[[Client, Stand], Awaitable[None]], stand: Stand | None = None) -> None:
-    async def whole() -> None:
-        async with stand or Stand() as server, Client() as client:
-            await act(client, server)
-
-    asyncio.run(whole())
-
-
-def test_metrics_and_models_are_read() -> None:
-    async def act(client: Client, stand: Stand) -> None:
+async def test_metrics_and_models_are_read() -> None:
+    async with Stand() as stand, Client() as client:
         found = wire.metrics_of(await client.ask(stand.endpoint, wire.METRICS))
         assert found == {
             "num_requests_running": 0,
@@ -135,11 +126,9 @@ def test_metrics_and_models_are_read() -> None:
         }
         assert wire.models_of(await client.ask(stand.endpoint, wire.MODELS)) == [("policy", "model", 64)]
 
-    scene(act)
 
-
-def test_a_method_of_the_extension_returns_a_record_of_each_rank_and_a_server_without_it_is_refused_with_the_remedy() -> None:
-    async def act(client: Client, stand: Stand) -> None:
+async def test_a_method_of_the_extension_returns_a_record_of_each_rank_and_a_server_without_it_is_refused_with_the_remedy() -> None:
+    async with Stand(ranks=2) as stand, Client() as client:
         stand.errors["rlx_check"] = {"error": "no such file"}
         assert await client.call_workers(stand.endpoint, "rlx_check", "folder") == [
             {"rank": 0, "ready": True},
@@ -149,41 +138,33 @@ def test_a_method_of_the_extension_returns_a_record_of_each_rank_and_a_server_wi
         with pytest.raises(RequestRefused, match=r"does not know `rlx_check`(.|\n)*fix: .*--worker-extension-cls"):
             await client.call_workers(stand.endpoint, "rlx_check", "folder")
 
-    scene(act, Stand(ranks=2))
 
-
-def test_a_connection_is_used_again_and_closed_before_the_server_would_close_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_connection_is_used_again_and_closed_before_the_server_would_close_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "IDLE", 0.2)
-
-    async def act(client: Client, stand: Stand) -> None:
+    async with Stand() as stand, Client() as client:
         for _ in range(3):
             await client.ask(stand.endpoint, wire.HEALTH)
         assert len(stand.connections) == 1
         await asyncio.sleep(0.6)
         await client.ask(stand.endpoint, wire.HEALTH)
         assert len(stand.connections) == 2
-
-    scene(act)
     assert http.IDLE < 5, "vLLM's own limit"
 
 
 @pytest.mark.parametrize(
     "answer", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 50\r\n\r\n{", b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\n\r\n"]
 )
-def test_no_answer_half_of_one_and_503_are_an_outage(answer: bytes) -> None:
+async def test_no_answer_half_of_one_and_503_are_an_outage(answer: bytes) -> None:
     async def reply(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(answer)
         await writer.drain()
         writer.close()
 
-    async def whole() -> None:
-        async with await asyncio.start_server(reply, "127.0.0.1", 0) as server, Client() as client:
-            url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-            with pytest.raises(ServerUnreachable, match=url):
-                await client.ask(Endpoint(url, "key"), wire.HEALTH)
-
-    asyncio.run(whole())
+    async with await asyncio.start_server(reply, "127.0.0.1", 0) as server, Client() as client:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        with pytest.raises(ServerUnreachable, match=url):
+            await client.ask(Endpoint(url, "key"), wire.HEALTH)
 
 
 def test_the_middleware_lets_nobody_in_without_the_secret(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -246,7 +246,6 @@ def test_vllms_own_reload_on_a_cpu_is_wrong_for_tied_heads_and_experts(engines: 
 @pytest.mark.parametrize("kind", ["tied", "split"])
 def test_a_load_that_ends_in_the_middle_ends_the_server(engines: Engines, kind: str, caplog: pytest.LogCaptureFixture) -> None:
     run = engines(kind)
-    assert run.process is not None
     processes = psutil.Process(run.process.pid).children(recursive=True)
     completed = run.talk(lambda client: fails_to_load(run, client, "the disk goes", InferenceError, run.ready()[0].url), restart_timeout=1)
     assert "failed in the middle of a load and ends: OSError: the disk is gone" in caplog.text

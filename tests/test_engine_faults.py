@@ -20,7 +20,7 @@ from run_servers import Servers
 
 from rlx.inference import wire
 from rlx.inference.client import Client
-from rlx.inference.endpoints import Endpoint, endpoint_file
+from rlx.inference.endpoints import endpoint_file
 from rlx.inference.wire import ContextTooLong, InferenceError, RequestRefused
 from rlx.runs.status import last_lines
 from rlx.trace import Turn
@@ -158,20 +158,8 @@ def test_every_route_asks_for_the_secret(run: Run) -> None:
     assert statuses == {401: 4 * routes}
 
 
-def test_a_wrong_key_is_refused_with_the_remedy(run: Run) -> None:
-    endpoints = [Endpoint(run.ready()[0].url, "guess")]
-
-    async def scene() -> None:
-        async with Servers(endpoints) as client:
-            with pytest.raises(RequestRefused, match=r"\(401\): it refuses the key.\n  fix: set inference.api_key to the server's secret"):
-                await client.ready(5)
-
-    asyncio.run(scene())
-
-
 def part_of(run: Run, name: str) -> psutil.Process:
     """A process of the server: vLLM names its own."""
-    assert run.process is not None
     server = psutil.Process(run.process.pid).children()[0]
     return server if name == "server" else next(one for one in server.children(recursive=True) if name in "".join(one.cmdline()))
 
@@ -180,7 +168,6 @@ def part_of(run: Run, name: str) -> psutil.Process:
 def test_a_killed_process_ends_the_whole_server_and_is_a_failure(engines: Engines, kind: str, name: str) -> None:
     """vLLM itself exits with code 0 when its engine dies. No request gets a part of a completion."""
     run = engines(kind)
-    assert run.process is not None
     processes = psutil.Process(run.process.pid).children(recursive=True)
 
     async def scene(client: Servers) -> None:
@@ -203,7 +190,6 @@ def test_a_killed_process_ends_the_whole_server_and_is_a_failure(engines: Engine
 
 def test_an_engine_that_hangs_ends_its_server_although_the_server_itself_answers(engines: Engines) -> None:
     run = engines("tied")
-    assert run.process is not None
     processes = psutil.Process(run.process.pid).children(recursive=True)
 
     async def scene(client: Servers) -> None:

@@ -94,6 +94,6 @@ def test_each_trace_is_what_the_engine_answered_with_an_update_in_its_middle(eng
             np.testing.assert_array_equal(trace.ids(place), np.concatenate([turn.prompt_ids, turn.completion_ids]))
             np.testing.assert_array_equal(trace.nodes[place].logprobs, turn.logprobs)
             np.testing.assert_array_equal(trace.nodes[place].token_versions, turn.versions)
-    crossed = sum(len(set(turn.versions.tolist())) > 1 for turn in turns)
-    assert crossed > 0, "no answer was under way at the update"
+    crossed = {number % 6 for number in range(PROGRAMS) for turn in engine.turns[number] if len(set(turn.versions.tolist())) > 1}
+    assert crossed == {*range(6)}, "each language, with and without a stream, had an answer under way at the update"
     assert run.errors(turns, min_tokens=LENGTH).max() < EXACT

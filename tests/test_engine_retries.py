@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from run_servers import RUN, SAMPLING, Servers
-from server_stand_in import CONTEXT, Stand, play, publish, until
+from server_stand_in import CONTEXT, Stand, publish, serving, until
 
 from rlx.inference import client as http
 from rlx.inference.endpoints import Endpoint
@@ -31,26 +31,22 @@ pytestmark = pytest.mark.usefixtures("quick_clients")
     "wrong",
     [{"logprobs": None}, {"logprobs": {"content": [{"logprob": float("nan")}]}}, {"weight_versions": None}, {"finish_reason": "error"}],
 )
-def test_a_completion_without_logprobs_or_versions_is_not_used_and_another_server_is_asked(wrong: dict[str, Any]) -> None:
-    async def scene(client: Servers, first: Stand, second: Stand) -> None:
+async def test_a_completion_without_logprobs_or_versions_is_not_used_and_another_server_is_asked(wrong: dict[str, Any]) -> None:
+    async with serving(Stand(0.02), Stand(0.02), look=60) as (client, first, second):
         first.completion = wrong
         await asyncio.gather(*client.many())
         assert len(second.served) == 8
 
-    play(scene, Stand(0.02), Stand(0.02), look=60)
 
-
-def test_500_and_a_connection_closed_without_a_response_cost_nothing_but_time() -> None:
-    async def scene(client: Servers, stand: Stand) -> None:
+async def test_500_and_a_connection_closed_without_a_response_cost_nothing_but_time() -> None:
+    async with serving(Stand()) as (client, stand):
         stand.fails[GENERATE], stand.drops[GENERATE] = 2, 2
         assert (await client.generate([1, 2], SAMPLING, "a")).completion_ids.tolist() == [2, 1]
         assert len(stand.requests) == 5
 
-    play(scene, Stand())
 
-
-def test_a_request_that_every_server_fails_is_an_error_in_bounded_time() -> None:
-    async def scene(client: Servers, *stands: Stand) -> None:
+async def test_a_request_that_every_server_fails_is_an_error_in_bounded_time() -> None:
+    async with serving(Stand(), Stand(), restart_timeout=0.3) as (client, *stands):
         for stand in stands:
             stand.fails[GENERATE] = 1000
         began = time.monotonic()
@@ -60,11 +56,9 @@ def test_a_request_that_every_server_fails_is_an_error_in_bounded_time() -> None
         assert sum(len(stand.requests) for stand in stands) < 20, "with a pause between two attempts"
         assert client.sampler.away == 0, "servers that answer are no outage"
 
-    play(scene, Stand(), Stand(), restart_timeout=0.3)
 
-
-def test_requests_wait_for_a_lone_server_longer_than_their_own_limit_and_that_time_is_counted() -> None:
-    async def scene(client: Servers, stand: Stand) -> None:
+async def test_requests_wait_for_a_lone_server_longer_than_their_own_limit_and_that_time_is_counted() -> None:
+    async with serving(Stand(60), request_timeout=0.8, restart_timeout=300, look=60) as (client, stand):
         asked = client.many(3)
         await until(lambda: stand.in_flight == 3)
         await asyncio.sleep(0.4)
@@ -77,11 +71,9 @@ def test_requests_wait_for_a_lone_server_longer_than_their_own_limit_and_that_ti
         await stand.start()
         await asyncio.gather(*asked)
 
-    play(scene, Stand(60), request_timeout=0.8, restart_timeout=300, look=60)
 
-
-def test_requests_wait_while_all_of_several_servers_are_gone_and_the_first_that_is_back_serves_them(tmp_path: Path) -> None:
-    async def scene(client: Servers, first: Stand, second: Stand) -> None:
+async def test_requests_wait_while_all_of_several_servers_are_gone_and_the_first_that_is_back_serves_them(tmp_path: Path) -> None:
+    async with serving(Stand(), Stand(), look=0.05, restart_timeout=300) as (client, first, second):
         await client.update(publish(tmp_path / "1", 1), 1)
         first.holds = second.holds = True
         playing = client.many()
@@ -96,11 +88,9 @@ def test_requests_wait_while_all_of_several_servers_are_gone_and_the_first_that_
         assert {version for turn in turns for version in turn.versions.tolist()} == {1}
         await first.start()
 
-    play(scene, Stand(), Stand(), look=0.05, restart_timeout=300)
 
-
-def test_a_server_that_stays_away_is_an_error_after_the_time_that_servers_have_to_restart() -> None:
-    async def scene(client: Servers, stand: Stand) -> None:
+async def test_a_server_that_stays_away_is_an_error_after_the_time_that_servers_have_to_restart() -> None:
+    async with serving(Stand(), request_timeout=1, restart_timeout=1.2, look=60) as (client, stand):
         await stand.stop()
         began = time.monotonic()
         with pytest.raises(ServerUnreachable, match=f"{stand.url} does not answer"):
@@ -108,58 +98,47 @@ def test_a_server_that_stays_away_is_an_error_after_the_time_that_servers_have_t
         assert 1.2 < time.monotonic() - began < 60
         await stand.start()
 
-    play(scene, Stand(), request_timeout=1, restart_timeout=1.2, look=60)
 
-
-def test_so_is_a_host_that_vanished_which_does_not_even_refuse_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_so_is_a_host_that_vanished_which_does_not_even_refuse_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "CONNECT", 0.3)
 
-    async def whole() -> None:
-        full, waiting = socket.socket(), [socket.socket() for _ in range(3)]
-        full.bind(("127.0.0.1", 0))
-        full.listen(0)
-        for one in waiting:  # with these its queue is full, and the kernel drops further attempts
-            one.setblocking(False)
-            one.connect_ex(full.getsockname())
-        url = f"http://127.0.0.1:{full.getsockname()[1]}"
-        async with Sampler([Endpoint(url, "key")], 60, restart_timeout=1.0, run=RUN) as sampler:
-            with pytest.raises(ServerUnreachable, match=url):
-                await asyncio.wait_for(sampler.generate([1], SAMPLING, "a"), 30)
-        for one in (*waiting, full):
-            one.close()
-
-    asyncio.run(whole())
+    full, waiting = socket.socket(), [socket.socket() for _ in range(3)]
+    full.bind(("127.0.0.1", 0))
+    full.listen(0)
+    for one in waiting:  # with these its queue is full, and the kernel drops further attempts
+        one.setblocking(False)
+        one.connect_ex(full.getsockname())
+    url = f"http://127.0.0.1:{full.getsockname()[1]}"
+    async with Sampler([Endpoint(url, "key")], 60, restart_timeout=1.0, run=RUN) as sampler:
+        with pytest.raises(ServerUnreachable, match=url):
+            await asyncio.wait_for(sampler.generate([1], SAMPLING, "a"), 30)
+    for one in (*waiting, full):
+        one.close()
 
 
-def test_a_wrong_key_is_an_error_at_once() -> None:
-    async def whole() -> None:
-        async with Stand() as stand, Sampler([Endpoint(stand.url, "guess")], 60, run=RUN) as sampler:
-            with pytest.raises(RequestRefused, match=r"\(401\): it refuses the key(.|\n)*inference\.api_key"):
-                await sampler.generate([1], SAMPLING, "a")
-            assert stand.refused == 1
-
-    asyncio.run(whole())
+async def test_a_wrong_key_is_an_error_at_once() -> None:
+    async with Stand() as stand, Sampler([Endpoint(stand.url, "guess")], 60, run=RUN) as sampler:
+        with pytest.raises(RequestRefused, match=r"\(401\): it refuses the key(.|\n)*inference\.api_key"):
+            await sampler.generate([1], SAMPLING, "a")
+        assert stand.refused == 1
 
 
-def test_a_server_that_restarts_at_the_same_address_with_another_key_is_waited_for_until_its_file_has_it(tmp_path: Path) -> None:
-    async def whole() -> None:
-        file = tmp_path / "inference_0.json"
-        async with Stand() as stand:
-            record = {"url": stand.url, "api_key": "key"}
-            file.write_text(json.dumps(record))
-            async with Servers([Endpoint(stand.url, "key", file)], request_timeout=60) as client:
-                await client.ready()
-                await client.update(publish(tmp_path / "2", 2), 2)
-                await stand.stop()
-                file.unlink()
-                stand.key = "another"
-                await stand.start()
-                waiting = asyncio.ensure_future(client.generate([1, 2], SAMPLING, "b"))
-                await until(lambda: stand.refused > 4)
-                file.write_text(json.dumps(record | {"api_key": "another"}))
-                assert (await waiting).versions.tolist() == [2, 2]
-
-    asyncio.run(whole())
+async def test_a_server_that_restarts_at_the_same_address_with_another_key_is_waited_for_until_its_file_has_it(tmp_path: Path) -> None:
+    file = tmp_path / "inference_0.json"
+    async with Stand() as stand:
+        record = {"url": stand.url, "api_key": "key"}
+        file.write_text(json.dumps(record))
+        async with Servers([Endpoint(stand.url, "key", file)], request_timeout=60) as client:
+            await client.ready()
+            await client.update(publish(tmp_path / "2", 2), 2)
+            await stand.stop()
+            file.unlink()
+            stand.key = "another"
+            await stand.start()
+            waiting = asyncio.ensure_future(client.generate([1, 2], SAMPLING, "b"))
+            await until(lambda: stand.refused > 4)
+            file.write_text(json.dumps(record | {"api_key": "another"}))
+            assert (await waiting).versions.tolist() == [2, 2]
 
 
 @pytest.mark.parametrize(
@@ -170,37 +149,31 @@ def test_a_server_that_restarts_at_the_same_address_with_another_key_is_waited_f
         ([1], {"max_tokens": 0}, RequestRefused, "max_tokens"),
     ],
 )
-def test_what_no_server_can_take_is_not_sent(prompt: list[int], sampling: dict[str, Any], error: type[Exception], why: str) -> None:
-    async def scene(client: Servers, stand: Stand) -> None:
+async def test_what_no_server_can_take_is_not_sent(prompt: list[int], sampling: dict[str, Any], error: type[Exception], why: str) -> None:
+    async with serving(Stand()) as (client, stand):
         good = asyncio.ensure_future(client.generate([1, 2], SAMPLING, "a"))
         with pytest.raises(error, match=why):
             await client.generate(prompt, SAMPLING | sampling, "b")
         assert (await good).completion_ids.tolist() == [2, 1]
         assert len(stand.requests) == 1
 
-    play(scene, Stand())
 
-
-def test_a_request_that_a_server_refuses_is_an_error_at_once() -> None:
-    async def scene(client: Servers, *stands: Stand) -> None:
+async def test_a_request_that_a_server_refuses_is_an_error_at_once() -> None:
+    async with serving(Stand(), Stand()) as (client, *stands):
         with pytest.raises(RequestRefused, match=r"\(400\): The decoder prompt"):
             await client.generate([-1], SAMPLING, "a")
         assert sum(len(stand.requests) for stand in stands) == 1
 
-    play(scene, Stand(), Stand())
 
-
-def test_a_request_that_takes_too_long_names_the_key_and_is_aborted() -> None:
-    async def scene(client: Servers, stand: Stand) -> None:
+async def test_a_request_that_takes_too_long_names_the_key_and_is_aborted() -> None:
+    async with serving(Stand(30), request_timeout=0.5) as (client, stand):
         with pytest.raises(ServerUnreachable, match=r"did not finish request abc in 0\.5 s \(inference\.request_timeout\)"):
             await client.generate([1], SAMPLING, "abc")
         await until(lambda: (stand.in_flight, stand.aborted) == (0, len(stand.requests)))
 
-    play(scene, Stand(30), request_timeout=0.5)
 
-
-def test_a_cancelled_request_is_aborted_on_its_server() -> None:
-    async def scene(client: Servers, stand: Stand) -> None:
+async def test_a_cancelled_request_is_aborted_on_its_server() -> None:
+    async with serving(Stand(holds=True)) as (client, stand):
         asked = client.many(3)
         await until(lambda: stand.in_flight == 3)
         asked[0].cancel()
@@ -208,5 +181,3 @@ def test_a_cancelled_request_is_aborted_on_its_server() -> None:
         stand.holds = False
         await asyncio.gather(*asked[1:])
         assert asked[0].cancelled()
-
-    play(scene, Stand(holds=True))

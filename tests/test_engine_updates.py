@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from run_servers import RUN, SAMPLING, Servers
-from server_stand_in import UPDATE, Clock, Stand, Version, play, publish, until
+from server_stand_in import UPDATE, Clock, Stand, Version, publish, serving, until
 
 from rlx.inference.wire import (
     InferenceError,
@@ -32,8 +32,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
-def test_an_update_loads_and_labels_all_servers_in_parallel_and_requests_go_on(version: Version) -> None:
-    async def scene(client: Servers, *stands: Stand) -> None:
+async def test_an_update_loads_and_labels_all_servers_in_parallel_and_requests_go_on(version: Version) -> None:
+    async with serving(Stand(ranks=2), Stand(), look=60) as (client, *stands):
         for stand in stands:
             stand.calls.clear()
             stand.hangs.add("rlx_load")
@@ -55,11 +55,9 @@ def test_an_update_loads_and_labels_all_servers_in_parallel_and_requests_go_on(v
         assert [stand.preemptions for stand in stands] == [7, 7]
         assert (await client.fleet.stats())["perf/preemptions"] == 6, "a pause is none"
 
-    play(scene, Stand(ranks=2), Stand(), look=60)
 
-
-def test_a_version_that_one_server_refuses_is_an_error_and_changes_nothing_there(version: Version) -> None:
-    async def scene(client: Servers, first: Stand, second: Stand) -> None:
+async def test_a_version_that_one_server_refuses_is_an_error_and_changes_nothing_there(version: Version) -> None:
+    async with serving(Stand(), Stand(ranks=2), look=60) as (client, _first, second):
         second.errors["rlx_check"] = {"error": "1 tensors are not what the trainer wrote"}
         second.calls.clear()
         with pytest.raises(UpdateRefused, match=f"{second.url}, rank 1: 1 tensors are not what the trainer wrote"):
@@ -73,22 +71,18 @@ def test_a_version_that_one_server_refuses_is_an_error_and_changes_nothing_there
         await client.fleet.restore(second.endpoint)
         assert (second.label, second.paused) == (f"0@{RUN}", False)
 
-    play(scene, Stand(), Stand(ranks=2), look=60)
-
 
 @pytest.mark.parametrize(("number", "why"), [(2, "holds version 2, not 1"), (None, "no file COMPLETE")])
-def test_a_folder_of_another_version_or_without_a_manifest_is_refused(
+async def test_a_folder_of_another_version_or_without_a_manifest_is_refused(
     number: int | None, why: str, tmp_path: Path, version: Version
 ) -> None:
-    async def scene(client: Servers, stand: Stand) -> None:
+    async with serving(Stand()) as (client, _stand):
         with pytest.raises(UpdateRefused, match=why):
             await client.update(tmp_path if number is None else version(number), 1)
 
-    play(scene, Stand())
 
-
-def test_other_weights_than_those_that_were_loaded_end_the_run_and_are_never_used(version: Version) -> None:
-    async def scene(client: Servers, stand: Stand) -> None:
+async def test_other_weights_than_those_that_were_loaded_end_the_run_and_are_never_used(version: Version) -> None:
+    async with serving(Stand(ranks=2), look=0.02, verify_every=1000) as (client, stand):
         stand.errors["rlx_compare"] = OUTDATED
         with pytest.raises(WeightsDiffer, match=r"10 numbers differ on 1 of 2 ranks, most in model\.norm\.weight"):
             await client.update(version(1), 1)
@@ -99,11 +93,9 @@ def test_other_weights_than_those_that_were_loaded_end_the_run_and_are_never_use
         await until(lambda: not stand.paused)
         assert (stand.loaded, stand.label) == (f"0@{RUN}", f"0@{RUN}")
 
-    play(scene, Stand(ranks=2), look=0.02, verify_every=1000)
 
-
-def test_a_restarted_server_with_other_weights_than_it_loaded_ends_the_run(version: Version) -> None:
-    async def scene(client: Servers, stand: Stand) -> None:
+async def test_a_restarted_server_with_other_weights_than_it_loaded_ends_the_run(version: Version) -> None:
+    async with serving(Stand(), look=0.05, verify_every=1000) as (client, stand):
         await client.update(version(1), 1)
         stand.errors["rlx_compare"] = OUTDATED
         await stand.stop()
@@ -112,14 +104,12 @@ def test_a_restarted_server_with_other_weights_than_it_loaded_ends_the_run(versi
             await asyncio.wait_for(client.fleet.held(), 60)
         assert stand.paused
 
-    play(scene, Stand(), look=0.05, verify_every=1000)
-
 
 @pytest.mark.parametrize("others", [[], [Stand()]])
-def test_a_load_that_fails_midway_leaves_the_server_out_and_without_another_the_run_waits_for_its_restart(
+async def test_a_load_that_fails_midway_leaves_the_server_out_and_without_another_the_run_waits_for_its_restart(
     others: list[Stand], version: Version
 ) -> None:
-    async def scene(client: Servers, first: Stand, *second: Stand) -> None:
+    async with serving(Stand(), *others, look=0.05) as (client, first, *second):
         first.errors["rlx_load"] = {"error": "the disk is gone", "broken": True}
         updating = asyncio.ensure_future(client.update(version(1), 1))
         await until(lambda: "rlx_load" in first.calls)
@@ -133,11 +123,9 @@ def test_a_load_that_fails_midway_leaves_the_server_out_and_without_another_the_
         await until(lambda: client.fleet.size == 1 + len(second))
         assert (first.label, first.paused) == (f"1@{RUN}", False)
 
-    play(scene, Stand(), *others, look=0.05)
 
-
-def test_500_and_closed_connections_during_an_update_cost_nothing_but_time(version: Version) -> None:
-    async def scene(client: Servers, stand: Stand) -> None:
+async def test_500_and_closed_connections_during_an_update_cost_nothing_but_time(version: Version) -> None:
+    async with serving(Stand(), look=60, restart_timeout=0.5) as (client, stand):
         for call in ("/pause", "rlx_check", "rlx_load", "/update_weight_version", "/resume"):
             stand.fails[call] = stand.drops[call] = 1
         await client.update(version(1), 1)
@@ -146,11 +134,9 @@ def test_500_and_closed_connections_during_an_update_cost_nothing_but_time(versi
         with pytest.raises(InferenceError, match="out of luck"):
             await client.update(version(2), 2)
 
-    play(scene, Stand(), look=60, restart_timeout=0.5)
 
-
-def test_a_server_that_dies_is_left_out_of_an_update_and_has_the_version_before_it_serves_again(version: Version) -> None:
-    async def scene(client: Servers, first: Stand, second: Stand) -> None:
+async def test_a_server_that_dies_is_left_out_of_an_update_and_has_the_version_before_it_serves_again(version: Version) -> None:
+    async with serving(Stand(0.02), Stand(0.02), look=0.05) as (client, first, second):
         await first.stop()
         await asyncio.wait_for(client.update(version(1), 1), 60)
         assert (client.fleet.size, second.version, (await client.fleet.stats())["perf/servers"]) == (1, 1, 1)
@@ -162,13 +148,11 @@ def test_a_server_that_dies_is_left_out_of_an_update_and_has_the_version_before_
         await asyncio.gather(*client.many())
         assert set(first.served) == {f"1@{RUN}"}
 
-    play(scene, Stand(0.02), Stand(0.02), look=0.05)
 
-
-def test_a_server_that_hangs_in_an_update_is_left_out_its_requests_go_elsewhere_and_it_serves_again(
+async def test_a_server_that_hangs_in_an_update_is_left_out_its_requests_go_elsewhere_and_it_serves_again(
     version: Version, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def scene(client: Servers, first: Stand, second: Stand) -> None:
+    async with serving(Stand(), Stand(), look=0.05) as (client, first, second):
         first.holds = True
         playing = client.many()
         await until(lambda: first.in_flight == 4)
@@ -186,11 +170,9 @@ def test_a_server_that_hangs_in_an_update_is_left_out_its_requests_go_elsewhere_
         await until(lambda: client.fleet.size == 2)
         assert (first.label, first.paused) == (f"1@{RUN}", False)
 
-    play(scene, Stand(), Stand(), look=0.05)
 
-
-def test_a_server_that_once_did_not_answer_and_is_slow_is_waited_for(version: Version) -> None:
-    async def scene(client: Servers, first: Stand, second: Stand) -> None:
+async def test_a_server_that_once_did_not_answer_and_is_slow_is_waited_for(version: Version) -> None:
+    async with serving(Stand(), Stand(), look=0.05) as (client, first, second):
         first.drops["rlx_state"] = 1
         await until(lambda: first.calls.count("rlx_state") > 4)
         first.hangs.add("rlx_load")
@@ -201,11 +183,9 @@ def test_a_server_that_once_did_not_answer_and_is_slow_is_waited_for(version: Ve
         await updating
         assert (first.version, client.fleet.size) == (1, 2)
 
-    play(scene, Stand(), Stand(), look=0.05)
 
-
-def test_an_update_that_no_server_takes_names_them_and_the_key(version: Version) -> None:
-    async def scene(client: Servers, *stands: Stand) -> None:
+async def test_an_update_that_no_server_takes_names_them_and_the_key(version: Version) -> None:
+    async with serving(Stand(), Stand(), look=60) as (client, *stands):
         for stand in stands:
             stand.hangs.add("rlx_load")
         with pytest.raises(ServerUnreachable) as caught:
@@ -213,11 +193,30 @@ def test_an_update_that_no_server_takes_names_them_and_the_key(version: Version)
         assert all(stand.url in str(caught.value) for stand in stands)
         assert "(weight_broadcast.timeout=0.5)" in str(caught.value)
 
-    play(scene, Stand(), Stand(), look=60)
+
+async def test_a_frozen_server_does_not_stop_the_clock_of_an_update(version: Version) -> None:
+    """It takes connections and answers nothing, unlike one that is away until it has restarted."""
+    async with serving(Stand(), look=0.05, restart_timeout=0.3) as (client, stand):
+        stand.hangs |= {"/v1/models", "rlx_check"}
+        await until(lambda: client.fleet._servers[0].hangs)
+        with pytest.raises(ServerUnreachable, match=r"weight_broadcast\.timeout=0\.5"):
+            await asyncio.wait_for(client.update(version(1), 1, timeout=0.5), 30)
 
 
-def test_an_update_waits_for_a_lone_server_and_that_time_does_not_count(version: Version, clock: Clock) -> None:
-    async def scene(client: Servers, stand: Stand) -> None:
+async def test_a_server_that_restarts_with_another_model_gets_no_label_and_serves_nothing() -> None:
+    """Version 0 is the only one that a server has without a load, so nothing else would compare it."""
+    async with serving(Stand(), Stand(), look=0.05) as (client, _, second):
+        await second.stop()
+        await until(lambda: client.fleet.size == 1)
+        second.state |= {"identity": "b", "model": "other"}
+        second.calls.clear()
+        await second.start()
+        await until(lambda: second.calls.count("rlx_state") > 3)
+        assert (second.version, second.changes, client.fleet.size) == (None, [], 1)
+
+
+async def test_an_update_waits_for_a_lone_server_and_that_time_does_not_count(version: Version, clock: Clock) -> None:
+    async with serving(Stand(), look=60, restart_timeout=300, verify_every=1000) as (client, stand):
         await stand.stop()
         updating = asyncio.ensure_future(client.update(version(2), 2, timeout=20))
         await until(lambda: client.fleet._servers[0].silent_since)
@@ -230,13 +229,11 @@ def test_an_update_waits_for_a_lone_server_and_that_time_does_not_count(version:
         await asyncio.wait_for(updating, 60)
         assert stand.calls.count("rlx_compare") == 1, "after a restart"
 
-    play(scene, Stand(), look=60, restart_timeout=300, verify_every=1000)
 
-
-def test_a_resume_that_did_not_arrive_is_repeated(version: Version) -> None:
+async def test_a_resume_that_did_not_arrive_is_repeated(version: Version) -> None:
     """The update left the server out after it had the version."""
 
-    async def scene(client: Servers, first: Stand, second: Stand) -> None:
+    async with serving(Stand(), Stand(), look=0.05) as (client, first, _second):
         first.hangs.add("/resume")
         updating = asyncio.ensure_future(client.update(version(1), 1, timeout=1.0))
         await until(lambda: "/resume" in first.calls[-3:])
@@ -245,10 +242,8 @@ def test_a_resume_that_did_not_arrive_is_repeated(version: Version) -> None:
         first.hangs.clear()
         await until(lambda: client.fleet.size == 2 and not first.paused)
 
-    play(scene, Stand(), Stand(), look=0.05)
 
-
-def test_the_full_compare_comes_first_after_restarts_every_so_many_updates_and_where_it_is_cheap(
+async def test_the_full_compare_comes_first_after_restarts_every_so_many_updates_and_where_it_is_cheap(
     version: Version, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def compared(client: Servers, stand: Stand, numbers: range) -> list[int]:
@@ -259,7 +254,7 @@ def test_the_full_compare_comes_first_after_restarts_every_so_many_updates_and_w
             found += [number] * (stand.calls.count("rlx_compare") - before)
         return found
 
-    async def scene(client: Servers, stand: Stand) -> None:
+    async with serving(Stand(), look=60, verify_every=4) as (client, stand):
         stand.errors["rlx_compare"] = {"equal": 50, "different": 0, "served": 100, "names": [], "seconds": 1000.0}
         assert await compared(client, stand, range(1, 10)) == [1, 5, 9]
         assert (await client.fleet.stats())["perf/weights_compared"] == 0.5
@@ -270,11 +265,9 @@ def test_the_full_compare_comes_first_after_restarts_every_so_many_updates_and_w
         stand.errors["rlx_compare"] |= {"seconds": 0.0}
         assert await compared(client, stand, range(10, 17)) == [13, 14, 15, 16], "it takes less than 5 % of the time between two updates"
 
-    play(scene, Stand(), look=60, verify_every=4)
 
-
-def test_an_adapter_has_a_name_for_each_version_and_old_ones_are_unloaded(tmp_path: Path) -> None:
-    async def scene(client: Servers, stand: Stand) -> None:
+async def test_an_adapter_has_a_name_for_each_version_and_old_ones_are_unloaded(tmp_path: Path) -> None:
+    async with serving(Stand(), look=60) as (client, stand):
         stand.calls.clear()
         for number in range(4):
             await client.update(publish(tmp_path / str(number), number, adapter=True), number)
@@ -288,28 +281,23 @@ def test_an_adapter_has_a_name_for_each_version_and_old_ones_are_unloaded(tmp_pa
         await updating
         assert [*stand.adapters] == [f"4@{RUN}"]
 
-    play(scene, Stand(), look=60)
 
-
-def test_a_run_begins_with_the_base_model_although_an_adapter_is_version_0_too(tmp_path: Path) -> None:
-    async def whole() -> None:
-        async with Stand() as stand, Servers([stand.endpoint], look=0.05) as client:
-            client.fleet.look_up = lambda version: version_at(adapter, version)
-            await client.ready()
-            assert (stand.label, stand.adapters) == (f"0@{RUN}", {})
-            await client.update(adapter, 0)
-            await client.generate([1], SAMPLING, "a")
-            assert stand.served == [f"0@{RUN}"]
-            assert [*stand.adapters] == [f"0@{RUN}"]
-
+async def test_a_run_begins_with_the_base_model_although_an_adapter_is_version_0_too(tmp_path: Path) -> None:
     adapter = publish(tmp_path / "0", 0, adapter=True)
-    asyncio.run(whole())
+    async with Stand() as stand, Servers([stand.endpoint], look=0.05) as client:
+        client.fleet.look_up = lambda version: version_at(adapter, version)
+        await client.ready()
+        assert (stand.label, stand.adapters) == (f"0@{RUN}", {})
+        await client.update(adapter, 0)
+        await client.generate([1], SAMPLING, "a")
+        assert stand.served == [f"0@{RUN}"]
+        assert [*stand.adapters] == [f"0@{RUN}"]
 
 
 # -- versions from the trainer's memory
 
 
-def test_the_trainer_sends_a_version_to_paused_servers_and_one_that_it_did_not_reach_gets_the_next(tmp_path: Path) -> None:
+async def test_the_trainer_sends_a_version_to_paused_servers_and_one_that_it_did_not_reach_gets_the_next(tmp_path: Path) -> None:
     async def send(version: int, failed: str = "") -> list[str]:
         """What the trainer does. Returns the servers."""
         wanted = tmp_path / "weights_wanted.json"
@@ -324,7 +312,7 @@ def test_the_trainer_sends_a_version_to_paused_servers_and_one_that_it_did_not_r
         (tmp_path / "weights.json").write_text(json.dumps({"version": version, "token": ""}))
         return asyncio.ensure_future(client.fleet.update(WeightVersion(version=version, kind="memory", where=str(tmp_path)), 60))
 
-    async def scene(client: Servers, first: Stand, second: Stand) -> None:
+    async with serving(Stand(), Stand(), look=0.05) as (client, first, second):
         updating = update(client, 1)
         assert await send(1, "it left the group") == [first.url, second.url]
         with pytest.raises(WeightsGone, match="did not get version 1: it left the group"):
@@ -344,5 +332,3 @@ def test_the_trainer_sends_a_version_to_paused_servers_and_one_that_it_did_not_r
         (tmp_path / "weights.json").write_text(json.dumps({"version": 5, "token": ""}))
         with pytest.raises(WeightsGone, match="the trainer has version 5 instead of 4"):
             await updating
-
-    play(scene, Stand(), Stand(), look=0.05)

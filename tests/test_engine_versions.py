@@ -221,8 +221,6 @@ def _named(tree: ast.Module, parent: ast.AST, name: str) -> Iterator[ast.AST]:
 @functools.cache
 def installed() -> Source:
     spec = importlib.util.find_spec("vllm")
-    assert spec is not None
-    assert spec.origin is not None
     return Source(Path(spec.origin).parent)
 
 

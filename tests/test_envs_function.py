@@ -6,6 +6,7 @@ import asyncio
 import json
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -87,8 +88,22 @@ def test_what_is_no_reward_is_an_error_of_the_rollout(folder: Path, reward: str,
     assert said in (rollout.error or "")
 
 
+@pytest.mark.parametrize(
+    ("reward", "said"),
+    [
+        ("raises", "fails for the answer 'a made-up answer': KeyError: no key 'no such unit'; at .*own_rewards.py:"),
+        ("nothing", "returned None for the answer 'a made-up answer'; a reward is a finite number"),
+        ("exact", None),
+    ],
+)
+def test_a_made_up_answer_is_scored_before_anything_starts(folder: Path, reward: str, said: str | None):
+    env = load(f"own_rewards.{reward}")
+    with pytest.raises(ValueError, match=said) if said else nullcontext():
+        env.rehearse()
+
+
 def test_a_reward_that_raises_may_count_as_zero(folder: Path):
-    (rollout,) = play(load("own_rewards.raises", keys={"reward_raises": "zero"}), "cba")
+    (rollout,) = play(load("own_rewards.raises", keys={"on_reward_error": "zero"}), "cba")
     assert (rollout.status, rollout.reward, rollout.metrics["reward_error"]) == ("ok", 0.0, 1.0)
 
 
@@ -121,6 +136,31 @@ def test_a_wrong_argument_is_a_sentence(folder: Path, args: dict[str, str], said
     with pytest.raises(ValueError, match=r"^envs\.e: ") as caught:
         load(**args)
     assert said in str(caught.value)
+
+
+def test_a_prompt_of_messages_has_the_form_that_templates_read(folder: Path):
+    """Arrow gives a message the keys of all others, with None; parts of content are one text; a call's arguments are JSON."""
+    from datasets import Dataset
+
+    call = {"id": "c0", "function": {"name": "add", "arguments": {"a": 1}}}
+    shots = [{"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "tool_call_id": "c0", "content": "1"}]
+    asked = [[{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], [{"type": "image_url", "url": "c"}]]
+    first, other = (
+        [*shots, {"role": "user", "content": "go"}],
+        [{"role": "assistant", "tool_calls": [{"function": {"arguments": {"b": 2}}}]}],
+    )
+    Dataset.from_list([{"question": first, "solution": "x"}, {"question": other, "solution": "y"}]).to_parquet("words.parquet")
+    (folder / "parts.jsonl").write_text("".join(json.dumps({"question": [{"role": "user", "content": c}]}) + "\n" for c in asked))
+    written = {"id": "c0", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    assert load(data="words.parquet").rows[0]["prompt"] == [
+        {"role": "assistant", "content": "", "tool_calls": [written]},
+        {"role": "tool", "tool_call_id": "c0", "content": "1"},
+        {"role": "user", "content": "go"},
+    ]
+    env = load(data="parts.jsonl", answer=None)
+    assert env.rows[0]["prompt"] == [{"role": "user", "content": "a\nb"}]
+    with pytest.raises(ValueError, match=r"line 2\) cannot be a prompt: a message has content of type 'image_url'"):
+        env.rows[1]
 
 
 def test_a_missing_argument_is_refused_before_anything_starts(folder: Path, capsys: pytest.CaptureFixture[str]):

@@ -29,25 +29,22 @@ def equal(checker: rlx_math.Checker, *pairs: tuple[str, str]) -> list[bool | Non
     return asyncio.run(ask())
 
 
-def test_requests_that_fill_the_pipe_to_a_busy_process_do_not_block_the_event_loop() -> None:
+async def test_requests_that_fill_the_pipe_to_a_busy_process_do_not_block_the_event_loop() -> None:
     checker = rlx_math.Checker(timeout=30.0, workers=1)
 
-    async def ask() -> list[bool | None]:
-        await checker.equal("1 + x", "x + 1")  # the process has started
-        assert checker._process is not None
-        process = checker._process
-        process.send_signal(signal.SIGSTOP)  # it reads nothing
-        blocked = threading.Timer(60, process.send_signal, (signal.SIGCONT,))
-        blocked.start()
-        many = [asyncio.ensure_future(checker.equal(f"z + {number}", "1" * 40_000)) for number in range(4)]
-        await asyncio.sleep(0)  # each has been asked for: 160 KB
-        assert not any(one.done() for one in many)
-        assert not blocked.finished.is_set(), "the event loop waited until the process went on"
-        blocked.cancel()
-        process.send_signal(signal.SIGCONT)
-        return await asyncio.gather(*many)
-
-    assert asyncio.run(ask()) == [False] * 4
+    await checker.equal("1 + x", "x + 1")  # the process has started
+    assert checker._process is not None
+    process = checker._process
+    process.send_signal(signal.SIGSTOP)  # it reads nothing
+    blocked = threading.Timer(60, process.send_signal, (signal.SIGCONT,))
+    blocked.start()
+    many = [asyncio.ensure_future(checker.equal(f"z + {number}", "1" * 40_000)) for number in range(4)]
+    await asyncio.sleep(0)  # each has been asked for: 160 KB
+    assert not any(one.done() for one in many)
+    assert not blocked.finished.is_set(), "the event loop waited until the process went on"
+    blocked.cancel()
+    process.send_signal(signal.SIGCONT)
+    assert await asyncio.gather(*many) == [False] * 4
 
 
 @pytest.mark.parametrize("level", list(rlx_math.LEVELS))
@@ -92,9 +89,9 @@ def test_math_verify_decides_where_numbers_do_not(checker: rlx_math.Checker) -> 
     assert equal(checker, *right, *wrong) == [True] * len(right) + [False] * len(wrong)
 
 
-def test_a_comparison_that_would_take_for_ever_ends_and_delays_no_other() -> None:
+async def test_a_comparison_that_would_take_for_ever_ends_and_delays_no_other() -> None:
     checker = rlx_math.Checker(timeout=1.0, workers=4)
-    equal(checker, ("2 + x", "x + 2"))  # starts the process
+    await checker.equal("2 + x", "x + 2")  # starts the process
     began = time.monotonic()
     ended: dict[str, float] = {}
 
@@ -103,16 +100,12 @@ def test_a_comparison_that_would_take_for_ever_ends_and_delays_no_other() -> Non
         ended[reply] = time.monotonic() - began
         return same
 
-    async def all_at_once() -> list[bool | None]:
-        return await asyncio.gather(*map(ask, ["9^{9^9}", "9^{9^{9^9}}", "y + 2"]))
-
-    assert asyncio.run(all_at_once()) == [None, None, True]
+    assert await asyncio.gather(*map(ask, ["9^{9^9}", "9^{9^{9^9}}", "y + 2"])) == [None, None, True]
     assert ended["y + 2"] < min(ended["9^{9^9}"], ended["9^{9^{9^9}}"])
 
 
 def test_a_math_process_that_dies_is_replaced(checker: rlx_math.Checker) -> None:
     equal(checker, ("1 + x", "x + 1"))
-    assert checker._process is not None
     checker._process.kill()
     checker._process.wait()
     assert equal(checker, ("x + 1 + 2", "x + 3")) == [True]
@@ -126,7 +119,6 @@ def test_a_comparison_whose_process_dies_is_made_again_and_one_that_is_never_mad
         for _ in range(times):
             await asyncio.sleep(0)
             process = checker._process
-            assert process is not None
             process.kill()
             while not asked.done() and checker._process is process:
                 await asyncio.sleep(0.01)

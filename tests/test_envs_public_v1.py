@@ -169,7 +169,7 @@ def test_each_proposed_problem_has_its_own_group_of_solvers_and_the_proposers_ar
     from rlx.advantages.mix import AdvantageMix
     from rlx.envs.verifiers_v1 import load_environment
     from rlx.rollout.batch import make_groups, scores_of
-    from rlx.rollout.groups import Tally, compared, play_group
+    from rlx.rollout.groups import RolloutCounters, comparison_groups, play_group
 
     on_path("proposer_solver", monkeypatch)
     asked = itertools.count()
@@ -186,28 +186,28 @@ def test_each_proposed_problem_has_its_own_group_of_solvers_and_the_proposers_ar
 
     async def group() -> list[Rollout]:
         try:
-            return await play_group(env, task_of(env), 3, 0, Tally())
+            return await play_group(env, task_of(env), 3, 0, RolloutCounters())
         finally:
             await env.close()
 
     rollouts = asyncio.run(group())
     (made,) = make_groups([rollouts], scores_of([rollouts]), AdvantageMix([group_mean], {}))
-    parts = [[rollouts[place] for place in places] for places in compared(rollouts)]
+    parts = [[rollouts[place] for place in places] for places in comparison_groups(rollouts)]
     assert sorted(map(len, parts)) == [3, 4, 4, 4]
-    for places, part in zip(compared(rollouts), parts, strict=True):
-        assert len({(one.agent, one.compared) for one in part}) == 1
-        assert len({one.episode for one in part}) == (3 if part[0].agent == "proposer" else 1)
+    for places, part in zip(comparison_groups(rollouts), parts, strict=True):
+        assert len({(one.agent, one.baseline_key) for one in part}) == 1
+        assert len({one.episode_index for one in part}) == (3 if part[0].agent == "proposer" else 1)
         rewards = [one.reward for one in part]
         assert made.advantages[places].tolist() == pytest.approx([reward - sum(rewards) / len(rewards) for reward in rewards])
-    solved = {part[0].episode: sum(one.reward for one in part) / 4 for part in parts if len(part) == 4}
+    solved = {part[0].episode_index: sum(one.reward for one in part) / 4 for part in parts if len(part) == 4}
     (proposers,) = (part for part in parts if part[0].agent == "proposer")
-    assert {one.episode: one.reward for one in proposers} == {episode: 4 * p * (1 - p) for episode, p in solved.items()}
+    assert {one.episode_index: one.reward for one in proposers} == {episode: 4 * p * (1 - p) for episode, p in solved.items()}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("same", [True, False])
 def test_a_group_whose_solvers_solve_different_problems_says_so(monkeypatch, caplog, same):
-    from rlx.rollout.groups import Tally, play_group
+    from rlx.rollout.groups import RolloutCounters, play_group
 
     on_path("proposer_solver", monkeypatch)
     asked = itertools.count()
@@ -221,11 +221,11 @@ def test_a_group_whose_solvers_solve_different_problems_says_so(monkeypatch, cap
 
     async def group() -> list[Rollout]:
         try:
-            return await play_group(env, task_of(env), 2, 0, Tally())  # every member alone, as a run plays them
+            return await play_group(env, task_of(env), 2, 0, RolloutCounters())  # every member alone, as a run plays them
         finally:
             await env.close()
 
     rollouts = asyncio.run(group())
-    assert [(rollout.status, rollout.compared, rollout.asked) for rollout in rollouts] == [("ok", None, None)] * 2
+    assert [(rollout.status, rollout.baseline_key, rollout.task_key) for rollout in rollouts] == [("ok", None, None)] * 2
     assert [rollout.metrics.get("tasks_differ") for rollout in rollouts] == ([0.0, 0.0] if same else [1.0, 1.0])
     assert ("episodes of one row gave an agent different tasks" in caplog.text) is not same

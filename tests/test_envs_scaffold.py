@@ -12,7 +12,7 @@ import pytest
 from rlx.cli import main
 from rlx.config.load import compose
 from rlx.config.schema import EnvConfig
-from rlx.envs import about, kinds
+from rlx.envs import describe, kinds
 from rlx.envs.kinds import kind_of
 from rlx.envs.probe import probe
 from rlx.envs.scaffold import FLAVOURS
@@ -152,7 +152,7 @@ def test_an_environment_that_cannot_be_loaded_is_described_as_far_as_it_can_be(
 
 
 def test_arguments_are_read_from_the_docstring() -> None:
-    said = about.arguments_in(
+    said = describe.arguments_in(
         "Load.\n\nArgs:\n    one: the first,\n        on two lines\n    two (int): the second\n\nReturns:\n    three: no\n"
     )
     assert said == {"one": "the first, on two lines", "two": "the second"}

@@ -200,9 +200,11 @@ def test_what_is_no_countdown_expression_has_no_value(text: str) -> None:
         ("9**9", "error: not an"),
         ("2 +", "error: not an"),
         ("1" * 201, "error: the expression has 201"),
+        (5, "5"),
+        *((wrong, "error: ") for wrong in (None, ["1+1"], "1e308*10+1/3", "*".join(["1e308"] * 20))),
     ],
 )
-def test_the_calculator_knows_arithmetic_and_nothing_else(expression: str, value: str) -> None:
+def test_the_calculator_knows_arithmetic_and_nothing_else(expression: Any, value: str) -> None:
     assert rlx_tool_math.calc(expression).startswith(value)
 
 

@@ -1,4 +1,4 @@
-"""v1 tasksets of verifiers, played by a stand-in policy: what is trained, rewards, failures, and what is refused at once."""
+"""Tasksets of verifiers' v1: which agent trains, what is kept of each, what ends a rollout."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import zlib
 from typing import Any
 
 import pytest
+from inference_server import CONTEXT, EXACT, Run
 from policy_stand_in import OUTSIDE, SAMPLING, StandIn, policy_of, task_of, tiny_chat
+from run_servers import Servers
 from served_stand_in import give, served
 from traces import same, turns_of
 
@@ -193,7 +195,7 @@ def test_what_ends_a_rollout(says: str, status: str, stop: str, error: str | Non
 
 @pytest.mark.parametrize(("rule", "status", "stop"), [("fail", "error", "reward_raised"), ("zero", "ok", "agent_completed")])
 def test_the_rule_for_a_reward_that_raised_is_that_of_classic_environments(rule: str, status: str, stop: str):
-    env = loaded(EnvConfig(id="rlx_test_v1", args={"id": "single-agent"}, num_tasks=1, reward_raises=rule))
+    env = loaded(EnvConfig(id="rlx_test_v1", args={"id": "single-agent"}, num_tasks=1, on_reward_error=rule))
     (rollout,) = play(env, Recorder(lambda prompt: "RAISE"))
     assert (rollout.status, rollout.stop, rollout.reward, rollout.metrics["reward_error"]) == (status, stop, 0.0, 1.0)
     assert len(turns_of(rollout)) == 1
@@ -208,8 +210,8 @@ def test_a_metric_that_is_not_finite_is_left_out():
 
 
 def test_a_reward_that_raised_cannot_score_0_where_agents_are_judged_together():
-    with pytest.raises(ValueError, match=r"envs\.e\.reward_raises=zero cannot be met"):
-        loaded(EnvConfig(id="rlx_test_v1", num_tasks=1, reward_raises="zero"))
+    with pytest.raises(ValueError, match=r"envs\.e\.on_reward_error=zero cannot be met"):
+        loaded(EnvConfig(id="rlx_test_v1", num_tasks=1, on_reward_error="zero"))
 
 
 def test_prompts_and_answers_that_fill_the_context():
@@ -276,15 +278,15 @@ def test_an_image_that_no_request_showed_is_recorded_and_one_that_is_shown_is_re
 
 def test_a_whole_episode_trains_every_run_of_every_agent_each_with_its_own_tokens_and_reward():
     env, generator = load(twice=True, agents_per_group="all"), Recorder()
-    rollouts = [one for played in play(env, generator, members=(0, 1)) for one in (played, *played.others)]
+    rollouts = [one for played in play(env, generator, members=(0, 1)) for one in (played, *played.siblings)]
     assert sorted(one.agent for one in rollouts) == ["left"] * 4 + ["right"] * 2  # not the host, who never trains
     assert all(one.status == "ok" for one in rollouts)
     kept = [turn for one in rollouts for turn in turns_of(one)]
     assert len(kept) == len({id(turn) for turn in kept}) == 2 * 4, "each sampled token of an agent that trains, once"
-    marks = {agent: {one.compared for one in rollouts if one.agent == agent} for agent in ("left", "right")}
+    marks = {agent: {one.baseline_key for one in rollouts if one.agent == agent} for agent in ("left", "right")}
     assert [len(marks[agent]) for agent in ("left", "right")] == [1, 1]  # both episodes, the same task
     assert not marks["left"] & marks["right"]
-    assert {one.compared for one in play(load(agents_per_group="all"), Recorder(), index=1)}.isdisjoint(marks["left"] | marks["right"])
+    assert {one.baseline_key for one in play(load(agents_per_group="all"), Recorder(), index=1)}.isdisjoint(marks["left"] | marks["right"])
 
 
 def test_another_environment_of_verifiers_around_the_taskset_is_chosen_by_its_id():
@@ -294,7 +296,7 @@ def test_another_environment_of_verifiers_around_the_taskset_is_chosen_by_its_id
 def test_a_worker_gives_the_runs_of_a_whole_episode_as_this_process_does(monkeypatch):
     from rlx.envs.pool import WorkerPool
     from rlx.envs.wire import Settings
-    from rlx.rollout.groups import Tally, play_group
+    from rlx.rollout.groups import RolloutCounters, play_group
 
     monkeypatch.setenv("PYTHONPATH", OUTSIDE)
     config = EnvConfig(id="rlx_test_v1", args={"twice": True}, agents_per_group="all", num_tasks=4)
@@ -311,12 +313,14 @@ def test_a_worker_gives_the_runs_of_a_whole_episode_as_this_process_does(monkeyp
                 else:
                     env.policy = policy_of(recorder, context_length=2000, sampling=SAMPLING)
                 try:
-                    return await play_group(env, task_of(env), 2, 0, Tally())
+                    return await play_group(env, task_of(env), 2, 0, RolloutCounters())
                 finally:
                     await env.close()
 
         rollouts = asyncio.run(group())
-        found.append([(one.agent, one.compared, one.reward, [turn.completion_ids.tolist() for turn in turns_of(one)]) for one in rollouts])
+        found.append(
+            [(one.agent, one.baseline_key, one.reward, [turn.completion_ids.tolist() for turn in turns_of(one)]) for one in rollouts]
+        )
     assert found[0] == found[1]
     assert len(found[0]) == 6
 
@@ -345,3 +349,34 @@ def test_a_request_that_may_call_no_tool_is_shown_none_and_a_choice_that_cannot_
     assert seen == [tools, tools, None, tools, tools]
     (said,) = [record.getMessage() for record in caplog.records]
     assert 'tool_choice="required"' in said
+
+
+def test_two_agents_are_trained_at_their_own_temperatures(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(sys, "path", [OUTSIDE, *sys.path])
+    from rlx.envs.verifiers_v1 import load_environment
+
+    env = load_environment("e", EnvConfig(id="rlx_test_v1", num_tasks=8), dict(SAMPLING), 120.0)
+    run = Run(tmp_path, tied=True)
+    run.start()
+
+    async def play() -> list[Rollout]:
+        async with Servers(run.ready(), request_timeout=120) as client:
+            await client.fleet.wait_ready(300)
+            env.policy = policy_of(client, context_length=CONTEXT, sampling={**SAMPLING, "max_tokens": 12})
+            try:
+                groups = await asyncio.gather(*(env.play(task_of(env, index), [0, 1, 2], 0) for index in range(4)))
+            finally:
+                await env.close()
+            return [rollout for group in groups for rollout in group]
+
+    try:
+        rollouts = asyncio.run(play())
+    finally:
+        run.stop()
+    assert {rollout.status for rollout in rollouts} == {"ok"}
+    by_agent = {agent: [one for one in rollouts if env.trained_agent(one.task) == agent] for agent in env.agents}
+    assert all(by_agent.values())
+    for agent, temperature in {"left": 1.0, "right": 0.5}.items():
+        turns = [turn for rollout in by_agent[agent] for turn in turns_of(rollout)]
+        assert {turn.temperature for turn in turns} == {temperature}
+        assert run.worst(turns, temperature) < EXACT

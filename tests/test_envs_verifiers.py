@@ -248,7 +248,7 @@ def test_a_group_whose_scoring_raises_fails_as_a_whole(error: BaseException, sai
 
 @pytest.mark.parametrize(("rule", "status", "stop"), [("fail", "error", "reward_raised"), ("zero", "ok", "max_turns_reached")])
 def test_a_rollout_whose_reward_raised_fails_unless_its_environment_says_that_it_scores_0(rule: str, status: str, stop: str) -> None:
-    env = load("rlx_test_trouble", kind="sometimes_raising", reward_raises=rule)
+    env = load("rlx_test_trouble", kind="sometimes_raising", on_reward_error=rule)
     right, wrong = play(env, Scripted(env.rows[0]["answer"])), play(env, Scripted("wrong"))
     assert (right.status, right.reward, right.metrics["reward_error"], right.error) == ("ok", 1.0, 0.0, None)
     assert (wrong.status, wrong.stop, wrong.reward, wrong.metrics["reward_error"]) == (status, stop, 0.0, 1.0)
@@ -328,16 +328,13 @@ def test_a_request_that_fails_is_an_error_that_names_its_cause() -> None:
     assert rollout.error.startswith("ModelError ← ConnectionResetError: the server went away; at ")  # and the line of this file
 
 
-def test_an_episode_that_ignores_its_cancellation_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_episode_that_ignores_its_cancellation_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlx.envs.local.CLEANUP_GRACE", 0.2)
     env = load("rlx_test_trouble", kind="sleepy", deaf=True, timeout=0.2)
 
-    async def main() -> Rollout:
-        env.policy = policy_of(StandIn(tiny_chat()))
-        (rollout,) = await env.play(task_of(env), [0], 0)  # not for the hour that the environment sleeps
-        return rollout
-
-    assert asyncio.run(main()).status == "timeout"
+    env.policy = policy_of(StandIn(tiny_chat()))
+    (rollout,) = await env.play(task_of(env), [0], 0)  # not for the hour that the environment sleeps
+    assert rollout.status == "timeout"
 
 
 def test_loading_leaves_signal_handlers_and_log_handlers_as_they_were() -> None:

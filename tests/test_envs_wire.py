@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from rlx.envs.wire import HEAD, FromWorker, Link, Loaded, Message, Played, ToWorker, frame
-from rlx.envs.worker import Server
+from rlx.envs.worker import WorkerServer
 from rlx.envs.worker_process import InFlight
 from rlx.trace import Node, Trace
 from rlx.types import Rollout, Task
@@ -85,7 +85,7 @@ def test_a_request_whose_rollouts_cannot_be_read_has_failed_rollouts_that_say_so
 def test_a_request_that_its_worker_cannot_read_has_failed_and_does_not_wait_for_ever() -> None:
     async def main() -> Any:
         ours, theirs = socket.socketpair()
-        here, server = Link(ours, FromWorker), Server(theirs, None, False)
+        here, server = Link(ours, FromWorker), WorkerServer(theirs, None, False)
         serving = asyncio.create_task(server.serve())
         arriving = here.messages()
         listening = asyncio.create_task(anext(arriving))

@@ -22,15 +22,16 @@ from policy_stand_in import SAMPLING, StandIn, task_of, tiny_chat
 from served_stand_in import give, served
 from traces import plain, turns_of
 
-from rlx.concurrent import at_most
+from rlx.aio import gather_with_timeout
 from rlx.config.schema import EnvConfig
-from rlx.descendants import start_time
 from rlx.envs import boot
 from rlx.envs.local import Late, abandon, run_for
 from rlx.envs.pool import WorkerError, WorkerPool
 from rlx.envs.wire import Settings
 from rlx.envs.worker import Heart, new_loop
 from rlx.envs.worker_metrics import worker_metrics
+from rlx.polling import wait_for
+from rlx.process_tree import start_time
 from rlx.types import Rollout
 
 pytestmark = pytest.mark.slow
@@ -43,8 +44,8 @@ def pool_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., WorkerPoo
     """`pool_of(workers, **args)` starts a pool with the stand-in environment. Its processes are killed at the end of the test."""
     monkeypatch.setattr(boot, "__file__", worker_stand_in.__file__)
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT / 'tests'}")
-    monkeypatch.setattr("rlx.envs.pool.GRACE", 1.2)
-    monkeypatch.setattr("rlx.envs.pool.LOOK", 0.05)
+    monkeypatch.setattr("rlx.envs.pool.END_SECONDS", 1.2)
+    monkeypatch.setattr("rlx.envs.pool.POLL_SECONDS", 0.05)
     pools: list[WorkerPool] = []
 
     def start(
@@ -171,10 +172,7 @@ def test_what_a_killed_worker_started_in_sessions_of_its_own_ends_with_it(pool_o
     assert start_time(server) is not None
     assert worker.memory > 150 * 2**20, "the bound of a worker's memory counts what it started"
     worker.end()
-    deadline = time.monotonic() + 30
-    while start_time(server) is not None:
-        assert time.monotonic() < deadline, "the server outlived its worker"
-        time.sleep(0.01)
+    wait_for(lambda: start_time(server) is None, "the server outlived its worker", 30)
 
 
 def test_a_member_that_ends_the_worker_of_its_group_leaves_the_others_cancelled(pool_of: Any) -> None:
@@ -202,15 +200,29 @@ def test_a_worker_that_grows_is_replaced_after_its_rollouts(pool_of: Any, caplog
     assert "env_worker_memory_gb is 0.3, so it is replaced" in caplog.text
 
 
-def test_an_environment_that_cannot_load_says_why(pool_of: Any) -> None:
-    with pytest.raises(WorkerError, match=r"envs.e could not be loaded: RuntimeError: the word list is not there"):
-        pool_of(trouble="load").wait_loaded()
-    with pytest.raises(WorkerError, match=r"before it had loaded stand_in: it left with exit code 7\nthis package cannot live here"):
-        pool_of(trouble="print").wait_loaded()
-    with pytest.raises(WorkerError, match=r"makes other examples in each process.*envs.e.args"):
-        pool_of(2, salt=1).wait_loaded()
-    with pytest.raises(WorkerError, match=r"GiB just after loading, more than orchestrator.env_worker_memory_gb=0.01; raise it"):
-        pool_of(gib=0.01).wait_loaded()
+def not_for_ever(seconds: float = 300.0) -> Callable[[], None]:
+    """A `tick` for `wait_loaded` that ends the test."""
+    deadline = time.monotonic() + seconds
+
+    def tick() -> None:
+        assert time.monotonic() < deadline, "it still waits"
+
+    return tick
+
+
+@pytest.mark.parametrize(
+    ("workers", "arguments", "said"),
+    [
+        (1, {"trouble": "load"}, r"envs.e could not be loaded: RuntimeError: the word list is not there"),
+        (1, {"trouble": "print"}, r"before it had loaded stand_in: it left with exit code 7\nthis package cannot live here"),
+        (1, {"trouble": "fork"}, r"before it had loaded stand_in: it left with exit code 7"),  # although its fork holds the link
+        (2, {"salt": 1}, r"makes other examples in each process.*envs.e.args"),
+        (1, {"gib": 0.01}, r"GiB just after loading, more than orchestrator.env_worker_memory_gb=0.01; raise it"),
+    ],
+)
+def test_an_environment_that_cannot_load_says_why(pool_of: Any, workers: int, arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(WorkerError, match=said):
+        pool_of(workers, **arguments).wait_loaded(not_for_ever())
 
 
 def test_a_replacement_that_cannot_load_ends_the_run_with_the_environments_own_message(pool_of: Any, tmp_path: Path) -> None:
@@ -222,21 +234,6 @@ def test_a_replacement_that_cannot_load_ends_the_run_with_the_environments_own_m
 
     with pytest.raises(WorkerError, match="the second process cannot load"):
         play(pool, range(4), meanwhile=kill)
-
-
-def not_for_ever(seconds: float = 300.0) -> Callable[[], None]:
-    """A `tick` for `wait_loaded` that ends the test."""
-    deadline = time.monotonic() + seconds
-
-    def tick() -> None:
-        assert time.monotonic() < deadline, "it still waits"
-
-    return tick
-
-
-def test_a_worker_that_dies_while_loading_is_noticed_although_its_fork_holds_the_link(pool_of: Any) -> None:
-    with pytest.raises(WorkerError, match=r"before it had loaded stand_in: it left with exit code 7"):
-        pool_of(trouble="fork").wait_loaded(not_for_ever())
 
 
 @pytest.mark.long
@@ -290,7 +287,7 @@ def test_a_run_that_must_stop_does_not_wait_for_an_environment_that_closes_slowl
             give(pool, sampler)
             (one,) = await pool.play(task_of(pool, 0), [0], 0)
             assert one.status == "ok"
-            await at_most(0.2, pool.close())
+            await gather_with_timeout(0.2, pool.close())
 
     asyncio.run(asyncio.wait_for(main(), 300))
     assert worker.process.poll() is not None
@@ -342,7 +339,6 @@ def test_workers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
     )
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     with subprocess.Popen([sys.executable, script], env=environment, stdout=subprocess.PIPE, text=True) as owner:
-        assert owner.stdout is not None
         (pid,) = map(int, owner.stdout.readline().split())
         owner.kill()
     deadline = time.monotonic() + 300

@@ -22,13 +22,14 @@ from main_job import read_metrics
 
 from rlx.cli import main
 from rlx.config.errors import ConfigError
-from rlx.config.evaluated import evaluated, played
+from rlx.config.eval_envs import evaluated, rollout_envs
 from rlx.config.load import compose, load_command, load_run, to_yaml
 from rlx.config.roots import EVAL
 from rlx.config.schema import EvalSampling
 from rlx.config.schema_eval import EvalRoot
 from rlx.paths import COMPLETE
 from rlx.plan.make import make_plan
+from rlx.polling import wait_for
 from rlx.rollout.eval_results import METADATA
 from rlx.runs.weights import initial_model, resolve
 
@@ -145,7 +146,7 @@ def test_seeds_are_those_of_evaluations_beside_training() -> None:
     cfg = config_of("env=sums", "rollouts_per_example=4")
     greedy = EvalSampling(temperature=0)
     cfg = replace(cfg, envs={"sums": replace(cfg.envs["sums"], sampling=greedy)})
-    assert list(played(cfg)) == ["eval_sums"]
+    assert list(rollout_envs(cfg)) == ["eval_sums"]
     spec = evaluated(cfg)["sums"]
     assert (spec.sampling.temperature, spec.sampling.max_tokens, spec.rollouts_per_example, spec.num_examples) == (0, 12, 4, 128)
 
@@ -188,10 +189,7 @@ def api(tmp_path: Path) -> Iterator[Callable[[str], list[str]]]:
     def begin(mode: str) -> list[str]:
         file = tmp_path / f"{mode}.url"
         started.append(subprocess.Popen([sys.executable, str(Path(__file__).parent / "api_stand_in.py"), str(file), mode]))
-        deadline = time.monotonic() + 300
-        while not file.exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_for(file.exists, "the address of the endpoint", 300)
         return [f"client.base_url={file.read_text()}", "client.api_key_var=THE_KEY", "model.name=m"]
 
     yield begin

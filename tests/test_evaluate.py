@@ -13,15 +13,16 @@ import xxhash
 from policy_stand_in import OUTSIDE, tiny_chat
 from test_orchestrator_run import StandInServers, StandInTrainer, config_of, metrics, reproducible
 
+from rlx.aio import first_failure
 from rlx.checkpoints.folders import Start, finish, write_start, writing
 from rlx.checkpoints.orchestrator import STATE
-from rlx.concurrent import first_failure
-from rlx.config.evaluated import environments
+from rlx.config.eval_envs import environments
 from rlx.config.schema import Config, EvalEnvConfig
 from rlx.envs.base import sampling_of
 from rlx.envs.load import give_policy
 from rlx.heartbeat import Heartbeat
 from rlx.paths import COMPLETE, RunPaths
+from rlx.polling import Preempted
 from rlx.roles.orchestrator import Orchestrator
 from rlx.rollout.evaluate import Evaluations
 from rlx.rollout.evaluation import Evaluation
@@ -29,7 +30,6 @@ from rlx.rollout.record import read_rollouts
 from rlx.runs.rewind import trim_metrics
 from rlx.trace import Turn
 from rlx.types import WeightVersion
-from rlx.waiting import Preempted
 
 sys.path.insert(0, OUTSIDE)
 
@@ -237,7 +237,7 @@ def test_after_a_kill_the_evaluation_that_it_interrupted_is_played_first(tmp_pat
     assert [version for version in range(6) if fresh.is_wanted(version)] == [0, 1, 2, 3, 4, 5]
 
 
-def test_a_missed_evaluation_is_waited_for_also_where_updates_do_not_wait(tmp_path: Path) -> None:
+async def test_a_missed_evaluation_is_waited_for_also_where_updates_do_not_wait(tmp_path: Path) -> None:
     config, paths = evaluating(max_async_level=1, eval__interval=2, eval__pins=False, max_steps=9), RunPaths(tmp_path)
     evaluations = Evaluations(config, paths, loaded(config), 5, lambda: 0)
 
@@ -247,10 +247,7 @@ def test_a_missed_evaluation_is_waited_for_also_where_updates_do_not_wait(tmp_pa
         await evaluations.leave(stop)
         return evaluations._playing is None
 
-    async def main() -> list[bool]:
-        return [await left(4, 5), await left(6, 7), await left(6, 8)]
-
-    assert asyncio.run(main()) == [True, False, True]
+    assert [await left(4, 5), await left(6, 7), await left(6, 8)] == [True, False, True]
     assert [record["step"] for record in metrics(paths, "eval")] == [4, 6]
 
 

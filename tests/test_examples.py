@@ -60,7 +60,7 @@ def make_run(root: Path, composed: Composed) -> None:
     version.mkdir(parents=True)
     (version / COMPLETE).touch()
     RunPaths(root).initial_model.write_text(str(version))
-    if composed.cfg.lora.on:
+    if composed.cfg.lora.enabled:
         (version / ADAPTER_CONFIG).write_text(json.dumps({"r": composed.cfg.lora.rank}))
     (root / "config.yaml").write_text(composed.yaml)
 

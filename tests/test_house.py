@@ -26,9 +26,9 @@ import size  # noqa: E402  (a script, not a module of the package)
 FLOORS = {
     "config": 0,
     **dict.fromkeys(
-        ("types", "trace", "arrays", "codec", "plain", "paths", "metrics", "heartbeat", "waiting", "terminal", "concurrent", "process"), 1
+        ("types", "trace", "arrays", "codec", "json_values", "paths", "metrics", "heartbeat", "polling", "terminal", "aio", "process"), 1
     ),
-    **dict.fromkeys(("stacks", "trackers", "tracking", "lock", "descendants", "started"), 1),
+    **dict.fromkeys(("stack_dump", "trackers", "tracking", "lock", "process_tree", "invocation"), 1),
     **dict.fromkeys(("losses", "advantages", "kernels", "models", "data", "train", "parallel"), 2),
     **dict.fromkeys(("rollout", "envs", "agents", "policy", "inference", "weights", "checkpoints", "shared"), 2),
     "roles": 3,
@@ -249,7 +249,7 @@ def test_only_the_mesh_knows_torchs_ranks_and_collectives():
 
 
 @pytest.mark.parametrize(
-    "module", ["cli", "plan.make", "runs.claim", "launch.supervisor", "types", "codec", "data.source", "config.load", "view.app"]
+    "module", ["cli", "plan.make", "runs.run_dir", "launch.supervisor", "types", "codec", "data.source", "config.load", "view.app"]
 )
 def test_the_outer_floors_load_without_torch(module: str):
     check = f"import sys, rlx.{module}; print([name for name in ('torch', 'vllm', 'verifiers', 'transformers') if name in sys.modules])"
@@ -259,7 +259,8 @@ def test_the_outer_floors_load_without_torch(module: str):
 
 def test_a_dry_run_loads_without_numpy():
     """It was a tenth of it."""
-    modules = "rlx.cli.start, rlx.config.sweeps, rlx.plan.explain, rlx.plan.make, rlx.preflight.chats, rlx.preflight.probes, rlx.runs.claim"
+    names = "cli.start config.sweeps plan.explain plan.make preflight.chat_template_check preflight.env_probe runs.run_dir"
+    modules = ", ".join(f"rlx.{name}" for name in names.split())
     check = f"import sys, {modules}; print('numpy' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "False"

@@ -49,8 +49,6 @@ class Checkout:
 
     def module(self) -> ModuleType:
         spec = importlib.util.spec_from_file_location("rlx_install", self.root / "tools" / "install.py")
-        assert spec is not None
-        assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         return module

@@ -11,7 +11,7 @@ from helm_templates import Chart
 
 from rlx.config.load import compose
 from rlx.launch.agents import PORT
-from rlx.waiting import LEFT
+from rlx.polling import LEFT
 
 pytestmark = pytest.mark.slow
 

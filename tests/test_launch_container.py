@@ -21,12 +21,12 @@ from rlx.config.errors import ConfigError
 from rlx.config.load import compose
 from rlx.config.schema_launch import ContainerConfig
 from rlx.launch import slurm
-from rlx.launch.container import Container, mounts_of, named_folders
+from rlx.launch.container import RoleContainer, mounts_of, named_folders
 from rlx.launch.starters import SrunStarter
 from rlx.paths import RunPaths
-from rlx.plan.record import ProcessSpec
+from rlx.plan.process_spec import ProcessSpec
 from rlx.runs import provenance
-from rlx.runs.claim import create, settle
+from rlx.runs.run_dir import create, resolve_run_dir
 from rlx.runs.status import Status, read_status
 
 PYTHON = "/opt/rlx/bin/python"  # exists in the image only
@@ -98,7 +98,7 @@ class Job:
         line = ["launcher=slurm", "hardware=cpu", f"run.dir={folder / 'run'}", "launcher.grace=1", f"slurm.hf_home={folder / 'hub'}"]
         line += [f"slurm.container={{runtime: {runtime}, image: {image(runtime)}, python: {PYTHON}}}"]
         composed = compose(line, {"RLX_CACHE": str(folder / "cache" / "rlx")})
-        cfg = settle(composed.cfg, composed.label)
+        cfg = resolve_run_dir(composed.cfg, composed.label)
         argv = (PYTHON, "-c", code, str(folder / "run"))
         self.paths, lock = create(cfg, [], [ProcessSpec(role="toy", replica=0, node=0, gpus=(), argv=argv)])
         try:
@@ -124,9 +124,7 @@ class Job:
         return [line for line in self.asked_file.read_text().splitlines() if line.startswith(word)]
 
     def status(self) -> Status:
-        status = read_status(self.paths)
-        assert status is not None
-        return status
+        return read_status(self.paths)
 
     def told(self) -> str:
         files = [self.paths.root / slurm.FOLDER / "12_0_log.out", *self.paths.root.glob("logs/attempt_*/*.log")]
@@ -205,7 +203,7 @@ def test_a_cancelled_job_interrupts_the_run_in_its_container(tmp_path: Path, mon
 
 @pytest.mark.slow
 def test_a_command_that_still_runs_when_the_supervisor_has_ended_is_killed_with_its_answer(tmp_path, monkeypatch) -> None:
-    asks = "subprocess.Popen([sys.executable, '-m', 'rlx.runs.outside', '', 'sleep', '3600'], stdout=-3, stderr=-3); time.sleep(2)"
+    asks = "subprocess.Popen([sys.executable, '-m', 'rlx.runs.host_commands', '', 'sleep', '3600'], stdout=-3, stderr=-3); time.sleep(2)"
     job = Job(tmp_path, monkeypatch, "apptainer", f"import subprocess, sys, time; {asks}")
     process = job.start()
     assert process.wait(120) == 0, job.told()
@@ -228,9 +226,8 @@ def test_what_contradicts_the_container_is_refused(tmp_path: Path, more: list[st
     (tmp_path / "slurm").mkdir()
     text = "container: {runtime: pyxis, image: /images/rlx.sqsh, python: /opt/rlx/bin/python}\n"
     (tmp_path / "slurm" / "mine.yaml").write_text(text)
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, match=re.escape(said)):
         compose(["--config-dir", str(tmp_path), "launcher=slurm", "slurm=mine", "hardware=cpu", "dry_run=true", *more], {})
-    assert said in str(error.value)
 
 
 def test_a_container_on_the_command_line_is_given_whole() -> None:
@@ -239,7 +236,6 @@ def test_a_container_on_the_command_line_is_given_whole() -> None:
         compose([*line, "slurm.container.runtime=pyxis"], {})
     whole = "slurm.container={runtime: pyxis, image: x, python: /opt/python}"
     container = compose([*line, whole, "slurm.container.home=true"], {}).cfg.slurm.container
-    assert container is not None
     assert (container.image, container.home) == ("x", True)
 
 
@@ -281,7 +277,7 @@ def test_the_steps_of_a_role_with_gpus_in_a_container() -> None:
     role = ProcessSpec(role="trainer", replica=1, node=1, gpus=(2, 3), env={"OMP_NUM_THREADS": "4"}, argv=(PYTHON, "-m", "x"))
     words = {}
     for runtime in ("pyxis", "apptainer"):
-        its = Container(ContainerConfig(runtime=runtime, **container), ("/runs:/runs", "/data:/in:ro"), "/work", True)
+        its = RoleContainer(ContainerConfig(runtime=runtime, **container), ("/runs:/runs", "/data:/in:ro"), "/work", True)
         argv, env = SrunStarter("7", ["node1", "node2"], 4, (), its).command(role, {"A": "b", "PYTHONPATH": "/code", "SLURM_NTASKS": "1"})
         assert env == {"A": "b", "PYTHONPATH": "/code", "OMP_NUM_THREADS": "4", "RLX_HOST": "node2"}
         words[runtime] = argv[argv.index("--export=ALL") + 1 :]

@@ -1,16 +1,19 @@
-"""What the local launch (launcher, submitit, supervisor) gives to toy processes, and what it removes from the directory."""
+"""What a launch on this machine gives to its processes, and what it removes at the end."""
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from toy_run import Run, starting, toy
+from toy_run import FOREVER, Run, starting, toy
 
 from rlx.paths import RunPaths
 from rlx.runs.jobs import job_of, note_job
+from rlx.weights import tmpfs
 
 pytestmark = pytest.mark.slow
 
@@ -41,3 +44,25 @@ def test_a_run_that_goes_on_here_forgets_the_job_of_its_earlier_attempt(start: C
     run = start([toy("trainer", "print('steps')")])
     assert run.wait().state == "completed"
     assert job_of(paths) is None
+
+
+def begun(run: Run, shm: Path) -> None:
+    """Let the run have a version in memory."""
+    shm.mkdir()
+    run.until_started()
+    own = tmpfs.make(run.paths.weights, shm, 0)
+    run.paths.weights_of(1).symlink_to(tmpfs.fresh(run.paths.weights, "step_1"))
+    assert list(shm.iterdir()) == [own]
+
+
+@pytest.mark.parametrize("killed", ["trainer", "supervisor", "launcher"])
+def test_whoever_is_killed_nothing_stays_in_memory(start: Callable[..., Run], tmp_path: Path, killed: str) -> None:
+    run, shm = start([toy("inference", FOREVER, service=True), toy("trainer", FOREVER)]), tmp_path / "shm"
+    begun(run, shm)
+    supervisor = run.status().supervisor
+    pids = {"trainer": lambda: run.pid("trainer"), "supervisor": lambda: supervisor["pid"], "launcher": lambda: run.launcher.pid}
+    os.kill(pids[killed](), signal.SIGKILL)
+    run.launcher.wait(60)
+    run.assert_nothing_left()
+    run.until(lambda: run.status().state == "failed" and not list(shm.iterdir()))
+    run.until(lambda: not list(run.paths.weights.iterdir()))

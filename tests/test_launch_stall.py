@@ -19,7 +19,7 @@ from rlx.heartbeat import FETCHING
 from rlx.launch.stall import STACKS, Seen, StallDoctor, account, examine
 from rlx.paths import RunPaths, write_text
 from rlx.rollout.stalls import explainer, in_words
-from rlx.stacks import BLOCKED, rollout_name
+from rlx.stack_dump import BLOCKED, rollout_name
 from rlx.types import Task
 
 ORCHESTRATOR = Seen(name="orchestrator", phase="rollouts 3/64", in_phase=312.0)
@@ -95,21 +95,18 @@ def test_the_orchestrator_names_groups_rollouts_and_the_environments_line():
     assert blocked == ["its event loop is blocked at /my/env.py:30 in reward", "math, example 12: 2 rollouts for 310 s"]
 
 
-def test_a_waiting_rollout_is_found_in_a_running_event_loop():
+async def test_a_waiting_rollout_is_found_in_a_running_event_loop():
     task = Task(env="math", example_id=12, index=40, row={})
 
     async def judge() -> None:
         await asyncio.sleep(60)
 
-    async def main() -> list[str]:
-        playing = asyncio.create_task(judge(), name=rollout_name(task, 0))
-        await asyncio.sleep(0)
-        explain = explainer(lambda: [(task, 1, 7.0)], {"math": None}, asyncio.get_running_loop())
-        lines = await asyncio.to_thread(explain)
-        playing.cancel()
-        return lines
-
-    (line,) = asyncio.run(main())
+    playing = asyncio.create_task(judge(), name=rollout_name(task, 0))
+    await asyncio.sleep(0)
+    explain = explainer(lambda: [(task, 1, 7.0)], {"math": None}, asyncio.get_running_loop())
+    lines = await asyncio.to_thread(explain)
+    playing.cancel()
+    (line,) = lines
     assert line.startswith(f"math, example 12: 1 rollout for 7 s; 1 at {__file__}:")
     assert line.endswith(" in judge")
 
@@ -119,10 +116,10 @@ import sys, threading, time
 from pathlib import Path
 from rlx.heartbeat import Heartbeat
 from rlx.paths import RunPaths
-from rlx import stacks
-stacks.LOOK = 0.1
+from rlx import stack_dump
+stack_dump.POLL_SECONDS = 0.1
 paths, name, kind = RunPaths(Path(sys.argv[1])), sys.argv[2], sys.argv[3]
-stacks.answer(paths, name)
+stack_dump.answer(paths, name)
 heartbeat = Heartbeat(paths, name)
 heartbeat.beat("computing")
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from rlx.descendants import start_time
 from rlx.launch.starters import SrunStarter
 from rlx.paths import RunPaths
-from rlx.plan.record import ProcessSpec
+from rlx.plan.process_spec import ProcessSpec
 from rlx.process import HOST, SUPERVISOR
+from rlx.process_tree import start_time
 
 
 def spec(gpus: tuple[int, ...] = (), node: int = 1) -> ProcessSpec:
@@ -88,7 +88,7 @@ def test_steps_that_a_silent_host_does_not_start_are_given_up_and_taken_from_slu
 
 
 def test_ranks_meet_at_the_address_of_this_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from rlx.parallel.rendezvous import meet
+    from rlx.parallel.rendezvous import create_store
 
     monkeypatch.setenv("RLX_RUN_TOKEN", "now")
     monkeypatch.setenv(HOST, "localhost")
@@ -96,9 +96,9 @@ def test_ranks_meet_at_the_address_of_this_attempt(tmp_path: Path, monkeypatch: 
     paths.endpoints.mkdir()
     (paths.endpoints / "trainer.json").write_text('{"host": "localhost", "port": 1, "token": "an earlier attempt"}')
     said: list[bytes] = []
-    other = threading.Thread(target=lambda: said.append(meet(paths, 1, 2, timeout=120).get("word")))
+    other = threading.Thread(target=lambda: said.append(create_store(paths, 1, 2, timeout=120).get("word")))
     other.start()
-    store = meet(paths, 0, 2, timeout=120)
+    store = create_store(paths, 0, 2, timeout=120)
     store.set("word", "here")
     other.join(300)
     assert said == [b"here"]

@@ -12,9 +12,9 @@ import torch
 import yaml
 from naive_objectives import NaiveRollout
 
-from rlx.config.declared import ATTRIBUTE
+from rlx.config.loss_traits import ATTRIBUTE
+from rlx.config.presets import conf_directory
 from rlx.config.schema import LossTerms
-from rlx.config.shipped import conf_directory
 from rlx.losses.aipo import aipo, masked_is, opd
 from rlx.losses.base import AGGREGATES, Objective
 from rlx.losses.cispo import cispo

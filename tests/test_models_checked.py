@@ -1,9 +1,10 @@
-"""What the check of a loaded model finds: last layers that run again or have several streams, and windows that attention is not told."""
+"""Models that cannot be trained, or not as they are asked for, are refused."""
 
 from __future__ import annotations
 
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,12 @@ from transformers import AutoModelForCausalLM
 from transformers.models.doge import DogeConfig
 from transformers.models.gemma2 import Gemma2Config
 from transformers.models.gemma3n import Gemma3nTextConfig
+from transformers.models.gpt2 import GPT2Config
+from transformers.models.gpt_oss import GptOssConfig
 from transformers.models.llama import LlamaConfig
 from transformers.models.llama4 import Llama4Config, Llama4ForConditionalGeneration, Llama4TextConfig
 from transformers.models.mistral import MistralConfig
+from transformers.models.olmoe import OlmoeConfig
 from transformers.models.phi3 import Phi3Config
 from transformers.models.phimoe import PhimoeConfig
 from transformers.models.qwen2 import Qwen2Config
@@ -30,10 +34,12 @@ from rlx.losses.base import Objective
 from rlx.losses.sft import sft
 from rlx.models.load import load_policy
 from rlx.models.policy import PolicyModel
+from rlx.models.split import apply_expert_parallel, apply_tensor_parallel
 from rlx.models.tiny import build_tokenizer
 from rlx.parallel.mesh import one_process
+from rlx.parallel.row import Axis, SequenceParallelGroup
 from rlx.paths import RunPaths
-from rlx.shared.member import Member
+from rlx.shared.member import HostedRun
 from rlx.train.build import policy_of
 from rlx.train.step import PolicyTrainer
 from rlx.types import TrainingSample
@@ -124,9 +130,9 @@ def test_a_run_with_longer_samples_than_its_shared_trainers_is_refused_if_the_mo
     shared = policy_of(host, source, mesh, lambda _: nullcontext())
     paths = RunPaths(tmp_path / "run")
     paths.root.mkdir()
-    paths.config.write_text(to_yaml(compose([*alike, f"seq_len={longest}", "trainer.shared=/outputs/host"], {}).cfg))
+    paths.config.write_text(to_yaml(compose([*alike, f"seq_len={longest}", "trainer.shared_trainer_dir=/outputs/host"], {}).cfg))
     with nullcontext() if longest <= WINDOW else pytest.raises(ValueError, match=message):
-        Member(host, paths, "token", 0, shared, mesh, lambda: None)
+        HostedRun(host, paths, "token", 0, shared, mesh, lambda: None)
 
 
 @pytest.mark.parametrize(
@@ -192,3 +198,36 @@ def test_a_model_whose_layers_are_nowhere_known_is_refused_by_name() -> None:
         ValueError, match="LlamaForCausalLM cannot be trained: its layers are in none of the modules `elsewhere` and `model`"
     ):
         PolicyModel(hf)
+
+
+@pytest.mark.parametrize(
+    ("config", "keys", "why"),
+    [
+        (
+            GPT2Config,
+            {"n_embd": 16, "n_layer": 2, "n_head": 4},
+            r"no plan that divides the attention of GPT2LMHeadModel by heads; set trainer",
+        ),
+        (OlmoeConfig, {"num_experts": 4, "num_experts_per_tok": 2}, "no plan that divides the attention of OlmoeForCausalLM by heads"),
+        (
+            GptOssConfig,
+            {"num_local_experts": 4, "num_experts_per_tok": 2},
+            "no plan that divides the attention of GptOssForCausalLM by heads",
+        ),
+        (LlamaConfig, {"num_key_value_heads": 1}, r"trainer\.tp=2 does not divide num_key_value_heads=1 of LlamaForCausalLM"),
+    ],
+    ids=["without_a_plan", "norms_over_all_heads", "sinks", "one_key_head"],
+)
+def test_a_model_that_cannot_be_divided_by_heads_is_refused(config, keys, why):
+    hf, group = make_model(config, **keys), Axis(None, 0, 2)
+    with pytest.raises(ValueError, match=why):
+        apply_tensor_parallel(hf, SequenceParallelGroup(group, tensor=group), SimpleNamespace(size=lambda: 2))  # type: ignore[arg-type]
+
+
+def test_a_model_without_experts_or_with_an_odd_number_of_them_is_refused():
+    group: Any = SimpleNamespace(size=lambda: 2)
+    with pytest.raises(ValueError, match=r"trainer\.ep=2: transformers has no plan that divides experts of LlamaForCausalLM"):
+        apply_expert_parallel(make_model(LlamaConfig), group, group)
+    apply_expert_parallel(make_model(LlamaConfig), group, group, dense=True)
+    with pytest.raises(ValueError, match=r"trainer\.ep=2 does not divide the 3 experts of OlmoeForCausalLM"):
+        apply_expert_parallel(make_model(OlmoeConfig, num_experts=3, num_experts_per_tok=2), group, group)

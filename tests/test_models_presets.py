@@ -27,10 +27,10 @@ from rlx.config.checks import check
 from rlx.config.load import compose
 from rlx.config.memory import size as size_of
 from rlx.config.memory import trainer_memory
+from rlx.config.presets import conf_directory
 from rlx.config.roots import TRAIN
-from rlx.config.shipped import conf_directory
-from rlx.models.split import split_experts, split_layers
-from rlx.parallel.row import Axis, Row
+from rlx.models.split import apply_expert_parallel, apply_tensor_parallel
+from rlx.parallel.row import Axis, SequenceParallelGroup
 from rlx.plan.explain import explain
 from rlx.plan.make import make_plan
 
@@ -135,9 +135,9 @@ def divides(hf: Any, axis: str, size: int, mesh: Any) -> bool:
     group = Axis(None, 0, size)
     try:
         if axis == "tp":
-            split_layers(hf, Row(group, tensor=group), mesh)
+            apply_tensor_parallel(hf, SequenceParallelGroup(group, tensor=group), mesh)
         else:
-            split_experts(hf, mesh, mesh)
+            apply_expert_parallel(hf, mesh, mesh)
     except ValueError:
         return False
     return True

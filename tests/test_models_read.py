@@ -29,7 +29,7 @@ from rlx.models.shard import shard
 from rlx.parallel.mesh import join, one_process
 from rlx.train import checkpoint
 from rlx.train.build import policy_of
-from rlx.train.checkpoint import Progress, Saver
+from rlx.train.checkpoint import Saver, TrainerProgress
 from rlx.weights.shapes import digest_of
 
 RANKS = 3
@@ -128,7 +128,7 @@ def test_an_untied_embedding_and_head_are_gathered_only_while_they_compute(tied:
         units = {name.removeprefix("hf.") for name, module in model.named_modules() if isinstance(module, FSDPModule)}
         layers = {name for name, module in model.hf.named_modules() if module in set(model.layers)}
         assert units == {"", *layers} | (set() if tied else {"model.embed_tokens", "lm_head"})
-        assert model.scores_within_head is not tied
+        assert model.head_is_fsdp_unit is not tied
     finally:
         mesh.close()
 
@@ -200,7 +200,7 @@ def test_the_routers_bias_stays_float32_in_a_bfloat16_model(tmp_path: Path, read
 def test_a_head_of_its_own_is_not_lost_when_a_run_goes_on(tmp_path: Path):
     make_model(tie_word_embeddings=True).save_pretrained(tmp_path / "tied")
     make_model(tie_word_embeddings=False).save_pretrained(tmp_path / "untied")
-    Saver(make_trainer(str(tmp_path / "untied")), digest_of).save(tmp_path / "saved", Progress(1, 1)).files()
+    Saver(make_trainer(str(tmp_path / "untied")), digest_of).save(tmp_path / "saved", TrainerProgress(1, 1)).files()
     with pytest.raises(ValueError, match=r"has 1 weights that this model lacks: model\.lm_head\.weight\. Resume with"):
         checkpoint.load(tmp_path / "saved", make_trainer(str(tmp_path / "tied"), read=False))
     weights = load_file(tmp_path / "untied" / "model.safetensors")

@@ -14,10 +14,10 @@ from policy_stand_in import OUTSIDE, StandIn, load, tiny_chat
 from recorded import check_recorded, normalised
 from served_stand_in import served
 
+from rlx.aio import first_failure
 from rlx.checkpoints.folders import begin, writing
 from rlx.checkpoints.orchestrator import STATE
 from rlx.codec import encode
-from rlx.concurrent import first_failure
 from rlx.config.schema import Config, TrainedEnvConfig
 from rlx.data.source import OrchestratorSource
 from rlx.envs.load import give_policy
@@ -140,8 +140,8 @@ def play(
         from rlx.envs.base import sampling_of
 
         timeout = env.rollout_timeout or config.orchestrator.rollout_timeout
-        rule = env.reward_raises
-        envs[name] = load(env.id, timeout=timeout, sampling=sampling_of(config, env), name=name, reward_raises=rule, **env.args)
+        rule = env.on_reward_error
+        envs[name] = load(env.id, timeout=timeout, sampling=sampling_of(config, env), name=name, on_reward_error=rule, **env.args)
     trainer = StandInTrainer(paths, config, **of_trainer)
     heartbeat = Heartbeat(paths, "orchestrator")
 
@@ -333,7 +333,7 @@ def test_failing_examples_are_replaced_counted_and_written_down(tmp_path: Path) 
     [("fail", r"\d+ × reward_raised: raising raised"), ("zero", r"\d+ × reward_raised: raising raised")],
 )
 def test_a_reward_function_that_always_raises_ends_the_run(rule: str, said: str, tmp_path: Path) -> None:
-    envs = {"t": TrainedEnvConfig(id="rlx_test_trouble", args={"kind": "raising"}, reward_raises=rule)}
+    envs = {"t": TrainedEnvConfig(id="rlx_test_trouble", args={"kind": "raising"}, on_reward_error=rule)}
     with pytest.raises(RuntimeError, match=rf"environment t: .*{said}.*reward function is broken"):
         play(tmp_path, config_of(envs=envs, max_steps=10))
 

@@ -15,7 +15,7 @@ from policy_stand_in import load, tiny_chat
 from test_orchestrator_run import StandInServers, StandInTrainer, config_of, metrics
 from test_policy_teacher_client import StandIn, expected, served, status
 
-from rlx.concurrent import first_failure
+from rlx.aio import first_failure
 from rlx.envs.load import give_policy
 from rlx.heartbeat import Heartbeat
 from rlx.paths import RunPaths

@@ -1,18 +1,33 @@
-"""Packing: labels, boundaries, whole rollouts, balance, determinism."""
+"""Samples become rows: whole rollouts, balanced over ranks, shifted labels; a rollout may also be divided."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from test_losses_mix import numbers, tokens_of, with_own_ids
 from traces import trace_of
 from trainer_examples import make_sample, make_samples, step_batch
 
+from rlx.config.schema import LossTerms
 from rlx.data.packing import LOSSES_NAME, pack
+from rlx.losses.base import AGGREGATES, Objective
+from rlx.losses.cispo import cispo
+from rlx.losses.diagnostics import check_counts
+from rlx.losses.dppo import dppo
+from rlx.losses.grpo import grpo
+from rlx.losses.gspo import gspo
+from rlx.losses.mix import LossMix
+from rlx.losses.opo import opo
+from rlx.losses.reinforce import reinforce
+from rlx.losses.rloo import rloo
+from rlx.losses.sapo import sapo
 from rlx.rollout.samples import samples_of
 from rlx.trace import Turn
 from rlx.types import STREAMS, Group, MicroBatch, MiniBatch, RankBatch, Rollout, Task, TrainingSample
@@ -41,7 +56,7 @@ def pack_all(mini_batches: Sequence[Sequence[TrainingSample]], *, ranks: int, to
     return [Everybody(list(mini)) for mini in zip(*(batch.mini_batches for batch in batches), strict=True)]
 
 
-def tokens_of(samples: list[TrainingSample]) -> list[tuple]:
+def trained_tokens(samples: list[TrainingSample]) -> list[tuple]:
     """Every trainable token with its values, in a comparable form."""
     return sorted(
         (tuple(s.token_ids[:t].tolist()), int(s.token_ids[t]), float(s.inference_logprobs[t]), float(s.advantages[t]), int(s.versions[t]),
@@ -66,7 +81,7 @@ def packed_tokens(mini_batch: Everybody) -> list[tuple]:
 def test_every_trainable_token_appears_once_with_its_own_values(ranks, tokens):
     samples = make_samples()
     (mini_batch,) = pack_all([samples], ranks=ranks, tokens=tokens)
-    assert packed_tokens(mini_batch) == tokens_of(samples)
+    assert packed_tokens(mini_batch) == trained_tokens(samples)
     assert mini_batch.counts == (len({(s.group, s.member) for s in samples}), sum(int(s.loss_mask.sum()) for s in samples))
 
 
@@ -148,7 +163,7 @@ def test_samples_of_unequal_length_are_balanced_by_their_work(ranks, goal):
     rows = [[row for own in packed for row in own.mini_batches[0].micro_batches] for packed in (by_tokens, by_work)]
     assert len(rows[1]) <= len(rows[0]) + ranks
     assert max(len(row.token_ids) for row in rows[1]) <= 800
-    assert packed_tokens(Everybody([own.mini_batches[0] for own in by_work])) == tokens_of(samples)
+    assert packed_tokens(Everybody([own.mini_batches[0] for own in by_work])) == trained_tokens(samples)
     assert all(own.mini_batches[0].counts == by_tokens[0].mini_batches[0].counts for own in by_work)
 
 
@@ -274,7 +289,7 @@ def test_mini_batches_keep_their_own_samples():
     samples = make_samples()
     parts = [samples[:6], samples[6:], []]
     batch = pack_all(parts, ranks=2, tokens=60)
-    assert [packed_tokens(mini_batch) for mini_batch in batch] == [tokens_of(part) for part in parts]
+    assert [packed_tokens(mini_batch) for mini_batch in batch] == [trained_tokens(part) for part in parts]
     assert batch[2].counts == (0, 0)
     one = pack(step_batch(5, parts), rank=1, ranks=2, tokens=60)
     assert (one.step, one.num_tokens) == (5, sum(len(s.token_ids) for s in samples))
@@ -294,3 +309,70 @@ def test_a_rollout_of_several_samples_may_exceed_a_row_but_a_sample_may_not():
 def test_a_trainable_first_token_is_refused():
     with pytest.raises(ValueError, match="first token is marked trainable"):
         pack(step_batch(0, [[make_sample(0, 0, [3, 4], [0, 1], np.random.default_rng(0))]]), rank=0, ranks=1, tokens=8)
+
+
+ROW = 40
+
+
+def branches() -> list[TrainingSample]:
+    """Two groups. Rollout 0 of the first has seven samples of 15 to 25 tokens; the others have one or two."""
+    rng, samples = np.random.default_rng(3), []
+    for group, member, count in ((0, 0, 7), (0, 1, 1), (1, 0, 2), (1, 1, 1)):
+        for _ in range(count):
+            length = int(rng.integers(15, 25))
+            mask = np.arange(length) >= rng.integers(5, 12)
+            samples.append(
+                TrainingSample(
+                    group=group,
+                    member=member,
+                    env="e",
+                    token_ids=np.zeros(length, np.int32),
+                    loss_mask=mask,
+                    inference_logprobs=np.where(mask, -rng.random(length), 0).astype(np.float32),
+                    advantages=np.where(mask, 0.7 - member, 0).astype(np.float32),
+                    temperature=np.ones(length, np.float32),
+                    versions=np.where(mask, 0, -1).astype(np.int32),
+                )
+            )
+    return with_own_ids(samples)
+
+
+def mix_of(function: object, **terms: object) -> LossMix:
+    return LossMix([Objective(function, LossTerms(**{"aggregate": "token_mean", **terms}), max_length=64)], {"e": 0})  # type: ignore[arg-type]
+
+
+def packed(mix: LossMix, samples: list[TrainingSample], tokens: int, ranks: int = 1) -> list[MiniBatch]:
+    return [
+        pack(step_batch(0, [samples]), rank=rank, ranks=ranks, tokens=tokens, loss_of=mix.loss_of).mini_batches[0] for rank in range(ranks)
+    ]
+
+
+@pytest.mark.parametrize("aggregate", AGGREGATES)
+@pytest.mark.parametrize("function", [grpo, cispo, dppo, opo, reinforce, sapo])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_sum_over_the_rows_is_the_loss_of_the_whole_rollout(function: object, aggregate: str, ranks: int):
+    mix, samples = mix_of(partial(function), aggregate=aggregate, correction="tis"), branches()  # type: ignore[call-overload]
+    table = numbers(samples)
+    found = []
+    for tokens, over in ((10_000, 1), (ROW, ranks)):
+        parts = packed(mix, samples, tokens, over)
+        rows = [row for part in parts for row in part.micro_batches]
+        assert max(len(row.token_ids) for row in rows) <= tokens
+        results = [mix(tokens_of(row, table), part.counts) for part in parts for row in part.micro_batches]
+        total = torch.stack([loss for loss, _ in results]).sum()
+        sums = {name: float(sum(stats.sums[name] for _, stats in results)) for name in ("tokens", "sequences", "groups")}
+        check_counts(sums, parts[0].num_loss_tokens, parts[0].num_sequences, parts[0].num_groups)
+        found.append((total, torch.autograd.grad(total, table["logp"])[0]))
+    (whole, gradient), (split, of_parts) = found
+    torch.testing.assert_close(split, whole, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(of_parts, gradient, rtol=1e-12, atol=1e-14)
+    assert float(gradient.norm()) > 0
+
+
+@pytest.mark.parametrize(
+    ("function", "terms"), [(gspo, {}), (rloo, {}), (grpo, {"correction": "seq_mis"}), (partial(lambda tokens: grpo(tokens)), {})]
+)
+def test_a_rollout_stays_whole_where_its_tokens_share_a_weight_or_the_objective_does_not_say(function: object, terms: dict):
+    (part,) = packed(mix_of(function, **terms), branches(), ROW)
+    assert max(len(row.token_ids) for row in part.micro_batches) > ROW
+    assert not any(row.tokens_elsewhere.any() for row in part.micro_batches)

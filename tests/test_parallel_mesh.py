@@ -22,9 +22,9 @@ from rlx.parallel.mesh import RankLost, divide, join, one_process, seed_masks
 def test_one_process_has_no_process_group_and_hears_itself():
     mesh = one_process("cpu")
     assert (mesh.rank, mesh.world_size, mesh.data_rank, mesh.num_data_ranks) == (0, 1, 0, 1)
-    assert not mesh.grouped
+    assert not mesh.is_distributed
     assert not dist.is_initialized()
-    assert (mesh.where(True), mesh.where(False)) == ([0], [])
+    assert (mesh.ranks_where(True), mesh.ranks_where(False)) == ([0], [])
     assert (mesh.any(True), mesh.any(False), mesh.broadcast_bytes(b"batch")) == (True, False, b"batch")
     values = torch.tensor([1.0, 2.0])
     mesh.barrier()
@@ -61,7 +61,6 @@ def rank(number: int, folder: str) -> None:
 
     meeting = dist.FileStore(f"{folder}/store", 2)
     mesh = join(torch.device("cpu"), rank=number, world_size=2, timeout=300, store=meeting, alive=alive, copies=2)
-    assert mesh.fsdp is not None
     limits = {group._get_backend(mesh.device).options._timeout.total_seconds() for group in mesh.fsdp.get_all_groups()}
     assert limits == {300}, limits
     heard = [mesh.any(number == 1), mesh.any(False)]
@@ -73,12 +72,11 @@ def rank(number: int, folder: str) -> None:
     mesh.sum(values)
     largest = torch.tensor([float(number)])
     mesh.max(largest)
-    assert mesh.where(number == 1) == [1]
-    assert mesh.each(number + 0.3) == [0.3, 1.3]
+    assert mesh.ranks_where(number == 1) == [1]
+    assert mesh.all_gather_float(number + 0.3) == [0.3, 1.3]
     together = divide(mesh, timeout=300, context=2)
-    assert together.row is not None
     assert (together.data_rank, together.num_data_ranks, together.row.context.rank) == (0, 1, number)
-    assert together.leads == (number == 0)
+    assert together.is_group_leader == (number == 0)
     assert together.row.context.group._get_backend(mesh.device).options._timeout.total_seconds() == 300
     seed_masks(5, mesh)
     ours, theirs = masks_of_all_ranks()
@@ -93,7 +91,7 @@ def rank(number: int, folder: str) -> None:
     if mesh.first:
         mesh.close()  # leaves while the other rank is in a collective
         return
-    module.PATIENCE = 0.0
+    module.RANK_LOST_SECONDS = 0.0
     with pytest.raises(RankLost, match="rank 1 of 2 lost another rank, whose own log says why"):
         mesh.barrier()
     Path(folder, "lost").touch()

@@ -1,7 +1,8 @@
-"""The plan of each hardware layout, and its explanation."""
+"""The processes of a run: GPUs, ports, command lines."""
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 
@@ -9,16 +10,17 @@ import pytest
 from launch_configs import config
 
 from rlx.config.errors import ConfigError
-from rlx.config.load import load_run, to_yaml
+from rlx.config.load import compose, load_run, to_yaml
 from rlx.config.memory import size, trainer_memory
-from rlx.config.rows import why
+from rlx.config.roots import EVAL, SFT
+from rlx.config.row_budget import why
 from rlx.config.schema import Config
-from rlx.config.tree import Builder
+from rlx.config.validate import Builder
 from rlx.plan.environment import environment_of
 from rlx.plan.explain import explain
 from rlx.plan.make import make_plan
 from rlx.plan.place import place, require_one_host
-from rlx.plan.record import ProcessSpec, read_plan, write_plan
+from rlx.plan.process_spec import ProcessSpec, read_plan, write_plan
 
 GIB = 2**30
 
@@ -37,36 +39,45 @@ def command(plan: list[ProcessSpec], role: str) -> str:
     return " ".join(next(spec for spec in plan if spec.role == role).argv)
 
 
-NAMES = {"orchestrator @0 gpus= ports={}"}
+def server(replica: int, gpus: str, port: int = 0) -> str:
+    return f"inference_{replica} @0 gpus={gpus} ports={{'http': {port}}}"
 
 
 @pytest.mark.parametrize(
-    ("preset", "lines"),
-    [
-        ("cpu", ["inference_0 @0 gpus= ports={'http': 0}", "trainer @0 gpus= ports={}"]),
-        ("gpu1_shared", ["inference_0 @0 gpus=0 ports={'http': 0}", "trainer @0 gpus=0 ports={}"]),
-        ("gpu2", ["inference_0 @0 gpus=0 ports={'http': 0}", "trainer @0 gpus=1 ports={}"]),
+    ("preset", "sections", "lines"),
+    [  # without the orchestrator's
+        # inference has the first GPUs and the trainer those behind it
+        ("cpu", {}, [server(0, ""), "trainer @0 gpus= ports={}"]),
+        ("gpu1_shared", {}, [server(0, "0"), "trainer @0 gpus=0 ports={}"]),
+        ("gpu2", {}, [server(0, "0"), "trainer @0 gpus=1 ports={}"]),
         (
             "node8",
+            {},
             [
-                *(f"inference_{server} @0 gpus={server} ports={{'http': 0}}" for server in range(4)),
+                *(server(number, str(number)) for number in range(4)),
                 "trainer @0 gpus=4 ports={'rendezvous': 0}",
                 *(f"trainer_{rank} @0 gpus={4 + rank} ports={{}}" for rank in (1, 2, 3)),
             ],
         ),
+        # replicas of several GPUs get neighbouring ones, and a fixed port is counted up over the replicas
+        (
+            "node8",
+            {"hardware": {"inference_replicas": 2, "tensor_parallel": 3, "trainer_processes": 1}, "inference": {"port": 8000}},
+            [server(0, "0,1,2", 8000), server(1, "3,4,5", 8001), "trainer @0 gpus=6 ports={}"],
+        ),
+        # servers that already run are not started and leave their GPUs to the trainer
+        (
+            "gpu2",
+            {"inference": {"base_url": ["http://host:8000"]}},
+            ["trainer @0 gpus=0 ports={'rendezvous': 0}", "trainer_1 @0 gpus=1 ports={}"],
+        ),
+        # a model is prepared where it is warm-started
+        ("cpu", {"model": {"warm_start": {}}}, ["prepare @0 gpus= ports={}", server(0, ""), "trainer @0 gpus= ports={}"]),
+        ("gpu2", {"model": {"warm_start": {}}}, ["prepare @0 gpus=1 ports={}", server(0, "0"), "trainer @0 gpus=1 ports={}"]),
     ],
 )
-def test_inference_has_the_first_gpus_and_the_trainer_those_behind_it(preset: str, lines: list[str]) -> None:
-    assert [line for line in layout(preset) if line not in NAMES] == lines
-    assert {*layout(preset)} >= NAMES
-
-
-def test_tensor_parallel_replicas_get_neighbouring_gpus() -> None:
-    hardware = {"inference_replicas": 2, "tensor_parallel": 3, "trainer_processes": 2}
-    assert layout("node8", hardware=hardware)[:2] == [
-        "inference_0 @0 gpus=0,1,2 ports={'http': 0}",
-        "inference_1 @0 gpus=3,4,5 ports={'http': 0}",
-    ]
+def test_each_process_has_its_gpus_and_ports(preset: str, sections: dict, lines: list[str]) -> None:
+    assert [line for line in layout(preset, **sections) if not line.startswith("orchestrator @0 gpus= ports={}")] == lines
 
 
 @pytest.mark.parametrize(
@@ -87,24 +98,6 @@ def test_a_process_does_not_inherit_that_it_is_one_of_somebody_elses_group() -> 
     group = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
     environment = environment_of(process(env={"RANK": "1"}), {**dict.fromkeys(group, "7"), "HOME": "/home"})
     assert environment == {"RANK": "1", "HOME": "/home", "CUDA_VISIBLE_DEVICES": ""}
-
-
-def test_the_model_is_prepared_only_where_it_is_warm_started() -> None:
-    assert layout("cpu", model={"warm_start": {}})[0] == "prepare @0 gpus= ports={}"
-    assert layout("gpu2", model={"warm_start": {}})[0] == "prepare @0 gpus=1 ports={}"
-
-
-def test_servers_that_already_run_are_not_started_and_leave_their_gpus_to_the_trainer() -> None:
-    assert layout("gpu2", inference={"base_url": ["http://host:8000"]}) == [
-        "orchestrator @0 gpus= ports={}",
-        "trainer @0 gpus=0 ports={'rendezvous': 0}",
-        "trainer_1 @0 gpus=1 ports={}",
-    ]
-
-
-def test_a_fixed_port_is_counted_up_over_the_replicas() -> None:
-    lines = layout("node8", inference={"port": 8000})
-    assert [line.split("ports=")[1] for line in lines[:4]] == ["{'http': 8000}", "{'http': 8001}", "{'http': 8002}", "{'http': 8003}"]
 
 
 def test_commands_are_modules_and_each_trainer_rank_is_a_process() -> None:
@@ -159,7 +152,7 @@ def test_trainer_processes_are_what_inference_leaves(preset: str, hardware: dict
     [
         {"inference_replicas": 5, "trainer_processes": 4},
         {"tensor_parallel": 16, "inference_replicas": 1},
-        {"trainer_processes": 9, "shared": True},
+        {"trainer_processes": 9, "colocate": True},
     ],
 )
 def test_a_layout_that_does_not_fit_is_refused_with_its_numbers(hardware: dict) -> None:
@@ -302,3 +295,100 @@ def test_the_plan_in_words_tells_what_filters_passes_and_a_reference_add() -> No
         "reference ",
     ):
         assert words in text, f"{words!r} is not in\n{text}"
+
+
+def servers_of(*argv: str) -> dict[str, list[str]]:
+    """The words of each server's line in the explanation of a plan."""
+    cfg = compose([*argv, "dry_run=true"], {}).cfg
+    text = explain(cfg, make_plan(cfg, Path("/run"), "/bin/python"), {"loss": "grpo"}, [], "/run")
+    lines = [line.strip().split(": ", 1) for line in text.splitlines() if " -m vllm." in line]
+    return {name: shlex.split(words.replace("<secret>", "'<secret>'")) for name, words in lines}
+
+
+def follows(words: list[str], flag: str) -> str:
+    return words[words.index(flag) + 1]
+
+
+def test_the_plan_shows_the_command_line_of_each_server_with_its_variables() -> None:
+    servers = servers_of(
+        "hardware.inference_replicas=2", "inference.port=8000", "inference.vllm={block_size:16,enable_prefix_caching:false}"
+    )
+    assert list(servers) == ["inference_0", "inference_1"]
+    for replica, words in enumerate(servers.values()):
+        before, after = words[: words.index("/bin/python")], words[words.index("/bin/python") :]
+        assert {"VLLM_SERVER_DEV_MODE=1", "RLX_SECRET=<secret>", "VLLM_PLUGINS="} <= set(before)
+        assert all("=" in word for word in before)
+        assert after[1:3] == ["-m", "vllm.entrypoints.launchers.api_server.entry"]
+        assert (follows(after, "--host"), follows(after, "--port")) == ("127.0.0.1", str(8000 + replica))
+        assert (follows(after, "--model"), follows(after, "--block-size")) == ("<initial model>", "16")
+        assert "--no-enable-prefix-caching" in after
+
+
+def test_the_command_line_of_a_server_on_gpus_names_them_and_a_port_that_is_chosen_later() -> None:
+    servers = servers_of("model=qwen3_0_6b", "hardware=node8", "hardware.inference_replicas=2", "hardware.tensor_parallel=2")
+    assert [next(word for word in words if word.startswith("CUDA_VISIBLE_DEVICES=")) for words in servers.values()] == [
+        "CUDA_VISIBLE_DEVICES=0,1",
+        "CUDA_VISIBLE_DEVICES=2,3",
+    ]
+    words = servers["inference_1"]
+    assert (follows(words, "--model"), follows(words, "--port")) == ("Qwen/Qwen3-0.6B", "<a free port>")
+    assert follows(words, "--tensor-parallel-size") == "2"
+
+
+def test_servers_on_other_hosts_listen_on_every_address() -> None:
+    words = servers_of("hardware=cpu_3nodes")["inference_0"]
+    assert follows(words, "--host") == "0.0.0.0"
+
+
+def test_without_servers_of_its_own_a_run_shows_no_command_line() -> None:
+    assert servers_of("inference.base_url=[http://other:8000]") == {}
+
+
+def test_hosts_without_servers_are_all_the_trainers_or_free() -> None:
+    cfg = compose(["data=fake", "hardware=cpu_3nodes", "hardware.trainer_processes=3", "dry_run=true"], {}, SFT).cfg
+    assert [spec.node for spec in make_plan(cfg, Path("/run")) if spec.role == "trainer"] == [0, 1, 2]
+    asks = ["env=reverse_text", "client.base_url=http://other/v1", "model.name=other"]
+    cfg = compose([*asks, "hardware=cpu_3nodes", "dry_run=true"], {}, EVAL).cfg
+    assert [(spec.role, spec.node) for spec in make_plan(cfg, Path("/run"))] == [("evaluator", 0)]
+
+
+def test_a_shared_trainer_has_states_for_the_adapter_of_every_run() -> None:
+    one = trainer_memory(config("node8", lora={"rank": 32}))
+    four = trainer_memory(config("node8", lora={"rank": 32}, trainer={"max_concurrent_runs": 4}))
+    hosted = trainer_memory(config("node8", lora={"rank": 32}, trainer={"max_concurrent_runs": 1}))
+    ranks = 8 / 4  # it starts no servers, so it has all GPUs
+    assert hosted.gradients * ranks == pytest.approx(one.gradients)
+    for part in ("gradients", "optimizer", "update", "published"):
+        assert getattr(four, part) == pytest.approx(4 * getattr(hosted, part)), part
+    assert four.parameters == pytest.approx(hosted.parameters + 3 * hosted.gradients), "the model is there once"
+
+
+def test_a_shared_trainer_is_explained_without_the_batches_and_steps_that_only_runs_have() -> None:
+    cfg = config("gpu1_shared", lora={"rank": 16}, trainer={"max_concurrent_runs": 3, "idle_timeout": 60})
+    text = explain(cfg, make_plan(cfg, Path("/run")), {}, [], "/run")
+    for words in (
+        "at most 3 at a time, each with an adapter of rank 16",
+        "rows       ",
+        "after 60 s without a run",
+        "of adapters of rank 16, one for each of 3 runs",
+        "copy of the weights of each run",
+    ):
+        assert words.strip() in text, f"{words!r} is not in\n{text}"
+    for words in ("staleness  ", "prompts  ", "rollouts in the run", "optimizer steps  ", "inference"):
+        assert words not in text, f"{words!r} is in\n{text}"
+
+
+def test_a_run_of_a_shared_trainer_is_explained_without_a_trainer_of_its_own() -> None:
+    cfg = config("cpu", lora={"rank": 16}, trainer={"shared_trainer_dir": "/outputs/host"})
+    text = explain(cfg, make_plan(cfg, Path("/run")), {}, [], "/run")
+    for words in (
+        "256 = 32 prompts",
+        "staleness",
+        "rows of the shared trainer /outputs/host",
+        "trainer: elsewhere (/outputs/host)",
+    ):
+        assert words in text, f"{words!r} is not in\n{text}"
+    for words in ("trainer, each", "gradients"):
+        assert words not in text, f"{words!r} is in\n{text}"
+    on_gpu = config("gpu1_shared", lora={"rank": 16}, trainer={"shared_trainer_dir": "/outputs/host"})
+    assert "the trainer has the rest" not in explain(on_gpu, make_plan(on_gpu, Path("/run")), {}, [], "/run")

@@ -14,8 +14,8 @@ from rlx.cli import pod
 from rlx.config.load import compose, to_yaml
 from rlx.config.roots import TRAIN
 from rlx.paths import RunPaths
+from rlx.polling import LEFT
 from rlx.runs.status import Status, read_status
-from rlx.waiting import LEFT
 
 Pod = Callable[..., Any]
 
@@ -137,8 +137,6 @@ def test_a_run_whose_lost_host_never_comes_fails_and_names_it(tmp_path: Path, mo
     starts += [host(0, tmp_path, monkeypatch, more=("launcher.max_requeues=3",)) for _ in range(5)]
     assert starts == [LEFT] * 6 + [1], "a new step, and they are counted anew"
     status = read_status(paths)
-    assert status is not None
-    assert status.cause is not None
     assert (status.state, status.cause.reason) == (
         "failed",
         "mine-1.mine did not answer; the Job was started 4 times without progress, more than launcher.max_requeues=3",

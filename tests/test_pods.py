@@ -22,19 +22,19 @@ from toy_run import FOREVER, toy
 from rlx.config.errors import ConfigError
 from rlx.config.load import compose, load_run
 from rlx.config.roots import EVAL, TRAIN, Root
-from rlx.descendants import start_time
-from rlx.launch import pods
+from rlx.launch import k8s
 from rlx.launch.agents import Agent, connect, greet, wait_for_agents
-from rlx.launch.pods import make_token
+from rlx.launch.k8s import make_token
 from rlx.launch.starters import AgentStarter
 from rlx.launch.verdict import Process, View, decide
 from rlx.lock import FileLock
 from rlx.paths import RunPaths
 from rlx.plan.make import make_plan
-from rlx.plan.record import ProcessSpec, write_plan
-from rlx.runs import claim
+from rlx.plan.process_spec import ProcessSpec, write_plan
+from rlx.polling import LEFT, wait_for
+from rlx.process_tree import start_time
+from rlx.runs import run_dir
 from rlx.runs.status import Status
-from rlx.waiting import LEFT
 
 pytestmark = pytest.mark.slow
 
@@ -54,10 +54,10 @@ def client(tmp_path: Path, agent: Agent) -> Iterator[Callable[..., subprocess.Po
     (tmp_path / "token").write_text(TOKEN)
     started: list[subprocess.Popen[str]] = []
 
-    def start(code: str, gpus: tuple[int, ...] = (), **env: str) -> subprocess.Popen[str]:
+    def start(code: str, gpus: tuple[int, ...] = (), here: dict[str, str] | None = None, **env: str) -> subprocess.Popen[str]:
         starter = AgentStarter([("elsewhere", 1), ("127.0.0.1", agent.port)], tmp_path / "token", tmp_path)
         spec = ProcessSpec(role="trainer", replica=0, node=1, gpus=gpus, env=env, argv=(sys.executable, "-c", code))
-        argv, environment = starter.command(spec, os.environ)
+        argv, environment = starter.command(spec, here or os.environ)
         started.append(subprocess.Popen(argv, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True))
         return started[-1]
 
@@ -67,12 +67,14 @@ def client(tmp_path: Path, agent: Agent) -> Iterator[Callable[..., subprocess.Po
         each.communicate()
 
 
-def test_a_process_elsewhere_prints_here_and_has_the_plans_environment(client, monkeypatch):
+def test_a_process_elsewhere_prints_here_and_has_the_plans_environment_and_the_day_on_which_the_run_began(client, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
-    code = "import os, sys; print(os.environ['RLX_HOST'], os.environ['MINE'], os.environ['CUDA_VISIBLE_DEVICES'], 'é'); sys.exit(7)"
-    process = client(code, gpus=(1, 3), MINE="yes")
+    monkeypatch.delenv("RLX_TODAY", raising=False)
+    here = os.environ | {"RLX_TODAY": "2024-02-29"}
+    code = "import os, sys; print(*(os.environ[n] for n in ('RLX_HOST', 'MINE', 'CUDA_VISIBLE_DEVICES', 'RLX_TODAY')), 'é'); sys.exit(7)"
+    process = client(code, gpus=(1, 3), here=here, MINE="yes")
     out, _ = process.communicate(timeout=60)
-    assert (out, process.returncode) == ("127.0.0.1 yes 5,7 é\n", 7)
+    assert (out, process.returncode) == ("127.0.0.1 yes 5,7 2024-02-29 é\n", 7)
 
 
 def test_all_of_a_long_output_arrives_before_the_exit_code(client):
@@ -89,10 +91,7 @@ def test_a_signal_reaches_the_role_and_a_killed_client_ends_it(client, agent):
     assert first.wait(60) == 3
     pid = int(second.stdout.readline())
     second.kill()
-    deadline = time.monotonic() + 60
-    while start_time(pid) is not None or agent.is_busy:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_for(lambda: start_time(pid) is None and not agent.is_busy, "the end of the role", 60)
 
 
 def test_the_signal_that_killed_a_role_is_known(client, tmp_path):
@@ -111,10 +110,7 @@ def test_a_host_that_is_taken_away_is_no_failure_of_a_role(client, agent, tmp_pa
     else:
         agent.close()
         assert process.wait(60) == LEFT
-    deadline = time.monotonic() + 60
-    while not RunPaths(tmp_path).preempt.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_for(lambda: RunPaths(tmp_path).preempt.exists(), "the request to give way", 60)
     lost = Process(name="trainer", service=False, code=LEFT, look=1)
     other = Process(name="orchestrator", service=False)
     assert decide(View(processes=(lost, other), remote=True, asked=True)).settle
@@ -137,7 +133,6 @@ signal.pause()
 def test_no_fork_handler_runs_in_a_role_and_it_dies_with_its_agent():
     """Handlers of other libraries crash in a child of a process with threads. SIGKILL leaves the agent no time to end the role."""
     with subprocess.Popen([sys.executable, "-c", AGENT], stdout=subprocess.PIPE, text=True) as agent:
-        assert agent.stdout is not None
         try:
             start = {"name": "trainer", "argv": [sys.executable, "-c", BOUND + FOREVER], "gpus": [], "env": {}}
 
@@ -217,20 +212,20 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]
     taken: list[FileLock] = []
 
     def create(*arguments: Any, **named: Any) -> tuple[RunPaths, FileLock]:
-        paths, lock = claim.create(*arguments, **named)
+        paths, lock = run_dir.create(*arguments, **named)
         taken.append(lock)
         return paths, lock
 
-    monkeypatch.setattr(pods, "create", create)
-    monkeypatch.setattr(pods, "Supervisor", Preempted)
-    monkeypatch.setattr(pods, "_tee", lambda log: contextlib.nullcontext())
+    monkeypatch.setattr(k8s, "create", create)
+    monkeypatch.setattr(k8s, "Supervisor", Preempted)
+    monkeypatch.setattr(k8s, "_tee", lambda log: contextlib.nullcontext())
 
     def attempt(root: Root, job: str, *argv: str) -> int:
         monkeypatch.setenv("JOB_UID", job)
         mine = ["hardware=cpu", "launcher.max_requeues=1"]
         cfg = compose([*mine, f"run.dir={tmp_path / 'run'}", *argv], {}, root).cfg
         plan = make_plan(cfg, tmp_path / "run")
-        code = pods.attempt(cfg, [], plan, {}, [("here", 1)], tmp_path / "token", "mine")
+        code = k8s.attempt(cfg, [], plan, {}, [("here", 1)], tmp_path / "token", "mine")
         if taken:
             taken.pop().close()  # the end of its process would do this
         return code
@@ -281,8 +276,8 @@ HEAD = """
 import sys
 from pathlib import Path
 from rlx.config.load import compose
-from rlx.launch.pods import attempt
-from rlx.plan.record import read_plan
+from rlx.launch.k8s import attempt
+from rlx.plan.process_spec import read_plan
 volume, root, plan, *hosts = sys.argv[1:]
 cfg = compose(["hardware=cpu", f"run.dir={root}",
                "launcher.preempt_grace=20", "launcher.grace=5"], {}).cfg
@@ -367,7 +362,7 @@ def test_three_hosts_train_one_model_through_the_command_of_their_containers(tmp
     hosts = ",".join(f"127.0.0.1:{port}" for port in ports)
     command = [sys.executable, "-m", "rlx.cli", "pod", "--job", "mine", "--nodes", "3", "--volume", str(tmp_path), "--hosts", hosts, "sft"]
     overrides = ["data=fake", "hardware=cpu_3nodes", "hardware.trainer_processes=3", "max_steps=2", "data.batch_size=6", "seq_len=64"]
-    pods = []
+    k8s = []
     for index in range(3):
         environment = os.environ | {
             "JOB_COMPLETION_INDEX": str(index),
@@ -376,12 +371,12 @@ def test_three_hosts_train_one_model_through_the_command_of_their_containers(tmp
             "RLX_CACHE": str(model_cache),
         }
         with (tmp_path / f"pod{index}.log").open("wb") as log:
-            pods.append(subprocess.Popen([*command, *overrides], env=environment, cwd=tmp_path, stdout=log, stderr=subprocess.STDOUT))
+            k8s.append(subprocess.Popen([*command, *overrides], env=environment, cwd=tmp_path, stdout=log, stderr=subprocess.STDOUT))
     try:
-        assert pods[0].wait(600) == 0, text(tmp_path / "pod0.log")
-        assert [pod.wait(60) for pod in pods] == [0, 0, 0], "the end of the run ends every host"
+        assert k8s[0].wait(600) == 0, text(tmp_path / "pod0.log")
+        assert [pod.wait(60) for pod in k8s] == [0, 0, 0], "the end of the run ends every host"
     finally:
-        for pod in pods:
+        for pod in k8s:
             pod.kill()
     status = json.loads((tmp_path / "mine" / "status.json").read_text())
     assert (status["state"], status["step"]) == ("completed", 2)

@@ -79,7 +79,7 @@ def test_a_message_that_the_template_changes_is_left_out_with_a_warning(caplog: 
     observation_mask_module._say_hidden.cache_clear()
     chat = Chat(small_tokenizer(PLAIN.replace("{{ message.content }}", "{{ message.content | upper }}")))
     assert all(turn.observation_mask is None for turn in play(chat, [("user", "quiet"), ("user", "words")]))
-    assert [record.getMessage().partition(":")[0] for record in caplog.records] == ["envs.e.learn"]
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == ["envs.e.observation_ce_weights"]
 
 
 def test_token_ends_add_up_for_characters_of_several_tokens():
@@ -87,7 +87,6 @@ def test_token_ends_add_up_for_characters_of_several_tokens():
     text = "the naïve tool 五五🙂 is five"
     ids = tokenizer.encode(text, add_special_tokens=False)
     ends = text_ends(tokenizer, ids)
-    assert ends is not None
     assert ends[-1] == len(text)
     assert (np.diff(ends) >= 0).all()
     for place, end in enumerate(ends):
@@ -166,18 +165,15 @@ class Stopped(StandIn):
         return replace(turn, completion_ids=turn.completion_ids[:-1], logprobs=turn.logprobs[:-1], versions=turn.versions[:-1])
 
 
-def test_answers_that_a_stop_string_ended_hide_nothing_and_two_requests_of_one_prompt_learn_it_once():
+async def test_answers_that_a_stop_string_ended_hide_nothing_and_two_requests_of_one_prompt_learn_it_once():
     chat = tiny_chat()
     policy = policy_of(Stopped(chat, error=0.0), chat, sampling={**SAMPLING, "stop": ["a"]}, context_length=2000, learn=["user"])
     episode = policy.episode(TASK, 0, 0)
 
-    async def whole() -> None:
-        messages: list[Message] = [{"role": "user", "content": "abc"}]
-        for content in ("one", "seven"):
-            reply = await episode.respond(messages)
-            assert reply.message["content"] == ("cb" if content == "one" else "eno"), "cut before the stop string, where it came"
-            messages = [*messages, reply.message, {"role": "user", "content": content}]
-        await asyncio.gather(*(episode.respond(messages) for _ in range(3)))
-
-    asyncio.run(whole())
+    messages: list[Message] = [{"role": "user", "content": "abc"}]
+    for content in ("one", "seven"):
+        reply = await episode.respond(messages)
+        assert reply.message["content"] == ("cb" if content == "one" else "eno"), "cut before the stop string, where it came"
+        messages = [*messages, reply.message, {"role": "user", "content": content}]
+    await asyncio.gather(*(episode.respond(messages) for _ in range(3)))
     assert [marked(chat, turn) for turn in turns_of(episode.trace) if turn.observation_mask is not None] == ["one", "seven"]

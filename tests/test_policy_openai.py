@@ -12,7 +12,7 @@ from aiohttp import web
 from policy_stand_in import load, task_of
 from traces import turns_of
 
-from rlx.cli.playing import eval_table
+from rlx.cli.eval_display import eval_table
 from rlx.policy.base import PolicyError, PromptTooLong
 from rlx.policy.openai import OpenAIEpisode, OpenAIPolicy, parameters_of
 from rlx.rollout.eval_results import outcome_of
@@ -195,13 +195,10 @@ def test_what_an_endpoint_does_not_answer_is_an_error_that_names_it(answer: Any,
     assert type(raised.value) is error
 
 
-def test_an_endpoint_that_is_not_there_is_said_so() -> None:
-    async def scene() -> None:
-        policy = OpenAIPolicy("http://127.0.0.1:9/v1", "key", "m", max_retries=0)
-        await policy.episode(TASK, 0, 0).respond([{"role": "user", "content": "abc"}])
-
+async def test_an_endpoint_that_is_not_there_is_said_so() -> None:
+    policy = OpenAIPolicy("http://127.0.0.1:9/v1", "key", "m", max_retries=0)
     with pytest.raises(PolicyError, match=r"127\.0\.0\.1:9/v1 cannot be reached, tried 1 times: "):
-        asyncio.run(scene())
+        await policy.episode(TASK, 0, 0).respond([{"role": "user", "content": "abc"}])
 
 
 def test_an_environment_is_played_and_scored_without_tokens() -> None:

@@ -152,7 +152,7 @@ def test_a_request_beside_the_trajectory_is_answered_and_is_no_turn() -> None:
     assert len(set(seeds)) == 3
 
 
-def test_turns_stand_in_the_order_in_which_they_were_asked_for() -> None:
+async def test_turns_stand_in_the_order_in_which_they_were_asked_for() -> None:
     class Slower(StandIn):
         async def generate(self, prompt_ids: Any, sampling: dict, request_id: str, affinity: int) -> Turn:
             await asyncio.sleep(0.02 if request_id.endswith("-0") else 0)
@@ -160,10 +160,7 @@ def test_turns_stand_in_the_order_in_which_they_were_asked_for() -> None:
 
     episode = episode_of(Slower(tiny_chat(), error=0.0))
 
-    async def both() -> None:
-        await asyncio.gather(episode.respond([user("slow")]), episode.respond([user("fast")]))
-
-    asyncio.run(both())
+    await asyncio.gather(episode.respond([user("slow")]), episode.respond([user("fast")]))
     assert [tiny_chat().parse(turn).content for turn in turns_of(episode.trace)] == ["wols", "tsaf"]
 
 

@@ -14,11 +14,11 @@ from transformers import Qwen3Config
 from rlx.config.chat_format import with_absolute_files
 from rlx.config.errors import ConfigError
 from rlx.config.load import compose
-from rlx.envs.probed import Entry, Probed
+from rlx.envs.probe_cache import Probed, ProbedItem
 from rlx.policy.chat import load_chat
 from rlx.policy.probe import problem_of
 from rlx.policy.templates import tokenizer_of
-from rlx.preflight.chats import check_chats
+from rlx.preflight.chat_template_check import check_chats
 from rlx.train import warm_start
 from rlx.weights.files import ModelFiles
 
@@ -105,7 +105,7 @@ def test_a_tokenizer_without_a_needed_part_is_refused_before_a_server_starts(tmp
 @pytest.mark.long
 def test_a_run_is_refused_before_it_starts_and_its_process_is_asked_once(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     cfg = compose(["model=smollm2_135m", f"model.name={folder}", "hardware=cpu", "dry_run=true"], {}).cfg
-    found = {"sums": Probed(kind="classic", examples=4, tools=(Entry(name="add"),)), "plain": Probed(kind="classic", examples=4)}
+    found = {"sums": Probed(kind="classic", examples=4, tools=(ProbedItem(name="add"),)), "plain": Probed(kind="classic", examples=4)}
     with pytest.raises(ConfigError) as caught:
         check_chats([cfg, cfg], [found, found])
     assert len(caught.value.problems) == 1

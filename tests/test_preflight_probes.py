@@ -1,20 +1,26 @@
-"""What is known of the environments before anything starts: the texts of their problems, the cache, and real processes."""
+"""What is known of environments before a run: asked once, in their own words; and what installs them."""
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 import textwrap
+import zipfile
 from pathlib import Path
 
 import pytest
 
+from rlx.cli import main
+from rlx.cli.env import next_commands
+from rlx.cli.env_check import overrides
 from rlx.config.errors import ConfigError
 from rlx.config.load import compose
+from rlx.config.roots import EVAL
 from rlx.config.schema import Config
-from rlx.descendants import start_time
 from rlx.envs.probe import files_of, why
-from rlx.preflight import probes
+from rlx.preflight import env_install, env_probe
+from rlx.process_tree import start_time
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -81,16 +87,16 @@ def test_each_different_environment_is_asked_once_and_then_known(package, cache,
         probed = {"kind": "classic", "examples": asked[-1], "tools": [{"name": "add"}]}
         return {"probed": probed, "files": files_of("one-env"), "folders": {}}, ""
 
-    monkeypatch.setattr(probes, "_run", run)
+    monkeypatch.setattr(env_probe, "_run", run)
     three = [config("env.id=one-env", f"+env.args.n={n}", f"seed={seed}") for n, seed in ((7, 1), (7, 2), (8, 3))]
-    found = probes.environments_of(three)
+    found = env_probe.environments_of(three)
     assert [next(iter(each.values())).examples for each in found] == [7, 7, 8]
     assert str(next(iter(found[0].values()))) == "classic, 7 examples, tools add"
     assert asked == [7, 8]
-    probes.environments_of(three)
+    env_probe.environments_of(three)
     assert asked == [7, 8]
     file.write_text("x = 2\n")
-    probes.environments_of(three[:1])
+    env_probe.environments_of(three[:1])
     assert asked == [7, 8, 7]
 
 
@@ -103,13 +109,13 @@ def test_problems_are_not_kept_and_the_check_can_be_left_out(package, cache, mon
         asked.append(1)
         return {"probed": {"problem": "it is broken", "fix": "mend it", "tools": []}, "files": {}, "folders": {}}, ""
 
-    monkeypatch.setattr(probes, "_run", run)
+    monkeypatch.setattr(env_probe, "_run", run)
     broken = config("env.id=one-env")
     for _ in range(2):
         with pytest.raises(ConfigError, match=r"it is broken.\n  fix: mend it; launcher.check_envs=false"):
-            probes.environments_of([broken])
+            env_probe.environments_of([broken])
     assert len(asked) == 2
-    assert probes.environments_of([config("env.id=one-env", "launcher.check_envs=false")]) == [{}]
+    assert env_probe.environments_of([config("env.id=one-env", "launcher.check_envs=false")]) == [{}]
 
 
 def test_an_environment_that_ends_the_process_does_not_hide_the_others(package, cache, monkeypatch):
@@ -120,9 +126,9 @@ def test_an_environment_that_ends_the_process_does_not_hide_the_others(package, 
             return None, "exit code 7; its last line: bye"
         return {"probed": {"kind": "v1", "examples": 1, "tools": []}, "files": {}, "folders": {}}, ""
 
-    monkeypatch.setattr(probes, "_run", run)
+    monkeypatch.setattr(env_probe, "_run", run)
     with pytest.raises(ConfigError, match="one-env cannot be loaded: exit code 7; its last line: bye") as caught:
-        probes.environments_of([config("env.id=one-env", f"+env.args.n={n}") for n in (1, 2)])
+        env_probe.environments_of([config("env.id=one-env", f"+env.args.n={n}") for n in (1, 2)])
     assert len(caught.value.problems) == 1
 
 
@@ -154,7 +160,7 @@ def test_what_an_environment_started_ends_with_the_check(tmp_path):
     python = tmp_path / "python"
     python.write_text(LEAVES_CHILDREN.format(python=sys.executable))
     python.chmod(0o755)
-    answer, ending = probes._run(str(python), {"key": "0", "name": "mine"})  # not for the hour that the children sleep
+    answer, ending = env_probe._run(str(python), {"key": "0", "name": "mine"})  # not for the hour that the children sleep
     assert answer is not None
     assert ending == "exit code 0"
     assert not answer["terminal"], "nothing waits for a password"
@@ -166,7 +172,7 @@ def test_a_python_that_only_the_nodes_have_is_a_problem_with_a_remedy(cache, tmp
     python = tmp_path / file
     remote = config(f"envs.reverse_text.python={python}", "launcher=slurm", "slurm.gpus_per_node=0", "dry_run=true")
     with pytest.raises(ConfigError) as found:
-        probes.environments_of([remote])
+        env_probe.environments_of([remote])
     (problem,) = found.value.problems
     assert problem.startswith(f"envs.reverse_text: rlx-reverse-text cannot be loaded: {python} cannot be started here: {cause}.")
     assert f"or envs.reverse_text.python={python}; launcher.check_envs=false starts without this check" in problem
@@ -175,7 +181,7 @@ def test_a_python_that_only_the_nodes_have_is_a_problem_with_a_remedy(cache, tmp
 def test_a_python_that_ends_before_it_reads_is_a_problem(cache):
     """`false` is no Python."""
     with pytest.raises(ConfigError, match="rlx-reverse-text cannot be loaded: exit code 1"):
-        probes.environments_of([config("envs.reverse_text.python=/bin/false")])
+        env_probe.environments_of([config("envs.reverse_text.python=/bin/false")])
 
 
 @pytest.mark.slow
@@ -195,7 +201,7 @@ def test_a_fork_that_lives_on_does_not_hold_up_the_check(package, cache):
             return vf.SingleTurnEnv(dataset=Dataset.from_list([{"question": "hi", "answer": "ho"}]), rubric=vf.Rubric(funcs=[len]))
         """,
     )
-    (found,) = probes.environments_of([config("env.id=fork-env")])  # not for the hour that the fork sleeps
+    (found,) = env_probe.environments_of([config("env.id=fork-env")])  # not for the hour that the fork sleeps
     assert next(iter(found.values())).examples == 1
 
 
@@ -243,7 +249,76 @@ def test_a_sweep_names_every_environment_that_cannot_be_used_before_it_starts(pa
 @pytest.mark.slow
 def test_prompts_that_fill_the_tiny_models_context_are_refused_with_a_remedy(cache):
     with pytest.raises(ConfigError, match=r"envs\.math: rlx-math is for language models: its prompts have \d+ .* but seq_len=64") as found:
-        probes.environments_of([config("env=math", "env.args.num_examples=64")])
+        env_probe.environments_of([config("env=math", "env.args.num_examples=64")])
     assert "env=sums" in str(found.value)
-    (known,) = probes.environments_of([config("env=sums", "env.args.num_examples=64")])
+    (known,) = env_probe.environments_of([config("env=sums", "env.args.num_examples=64")])
     assert 5 <= known["sums"].prompt_chars <= 7
+
+
+def test_what_is_to_be_installed_is_a_folder_a_package_one_of_the_hub_or_an_address(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "pyproject.toml").write_text("")
+    folder = env_install.Wanted(f"-e {tmp_path}", tmp_path.name)
+    assert env_install.wanted(str(tmp_path)) == folder
+    monkeypatch.chdir(tmp_path)
+    assert env_install.wanted(".") == folder
+    assert env_install.wanted("my-env[all]==1.2") == env_install.Wanted("my-env[all]==1.2", "my-env")
+    assert env_install.wanted("git+https://host/owner/name.git@main") == env_install.Wanted("git+https://host/owner/name.git@main", "name")
+    index = "https://hub.primeintellect.ai/owner/simple/"
+    assert env_install.wanted("owner/my-env@0.1.2") == env_install.Wanted("my-env==0.1.2", "my-env", index)
+    assert env_install.wanted("owner/my-env") == env_install.wanted("owner/my-env@latest") == env_install.Wanted("my-env", "my-env", index)
+
+
+def test_a_package_of_the_hub_is_resolved_from_its_owners_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With uv, against an index of this machine: the owner's package wins over a higher version elsewhere."""
+    for owner, version in (("owner", "0.1.2"), ("others", "9.0")):
+        page = tmp_path / owner / "simple" / "my-env"
+        page.mkdir(parents=True)
+        name = f"my_env-{version}-py3-none-any.whl"
+        with zipfile.ZipFile(page / name, "w") as wheel:
+            wheel.writestr(f"my_env-{version}.dist-info/METADATA", f"Metadata-Version: 2.1\nName: my-env\nVersion: {version}\n")
+        (page / "index.html").write_text(f'<a href="{name}">{name}</a>')
+    monkeypatch.setattr(env_install, "HUB", f"file://{tmp_path}/{{owner}}/simple/")
+    monkeypatch.setenv("UV_DEFAULT_INDEX", f"file://{tmp_path}/others/simple/")
+    run = env_install._uv
+    monkeypatch.setattr(env_install, "_uv", lambda command, text: run(command, text.splitlines()[0]))  # without what a worker needs
+    assert env_install._resolved(env_install.wanted("owner/my-env")).split() == ["my-env==0.1.2"]
+    with pytest.raises(env_install.InstallFailed, match=r"my-env was not installed"):
+        env_install._resolved(env_install.wanted("owner/my-env@7.0"))
+
+
+def test_a_check_is_an_evaluation_on_training_examples_without_retries() -> None:
+    env, arguments = overrides("math", ["num_examples=4", "model=qwen3_0_6b"])
+    cfg = compose(arguments, {}, EVAL).cfg
+    assert env == "math"
+    assert (cfg.num_examples, cfg.rollouts_per_example, cfg.orchestrator.max_retries, cfg.envs["math"].split) == (4, 8, 0, "train")
+    assert cfg.orchestrator.max_error_rate == 1
+    env, arguments = overrides("rlx-sums", ["env.split=eval"])
+    assert (env, compose(arguments, {}, EVAL).cfg.envs["sums"].split) == ("sums", "eval")
+    env, arguments = overrides("rlx_test_single", [])
+    assert (env, {"env=custom", "envs.custom.id=rlx_test_single"} <= {*arguments}) == ("custom", True)
+
+
+def test_the_commands_that_follow_name_the_shipped_option_and_a_model_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["rlx", "env"])  # an installed rlx: there is no train.py
+    assert next_commands("rlx-math") == ["rlx env check math", "rlx train env=math"]
+    assert next_commands("my-env")[1] == "rlx train env=custom envs.custom.id=my-env"
+    assert next_commands("rlx-sums", 30) == ["rlx env check sums", "rlx train env=sums"]
+    long = next_commands("rlx-tool-math", 64)
+    assert long == ["rlx env check tool_math model=qwen3_0_6b", "rlx train env=tool_math model=qwen3_0_6b"]
+
+
+def test_the_commands_that_follow_survive_a_shell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["rlx", "env"])
+    monkeypatch.chdir(tmp_path)
+    assert main(["env", "init", "my-env", "--folder", "my env"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "rlx env install" in line]
+    assert shlex.split(line) == ["rlx", "env", "install", "./my env"]
+
+
+def test_what_is_not_installed_is_said_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["env", "info", "nothere"]) == 2
+    assert "nothere is not installed.\n  fix: `rlx env list` shows what is" in capsys.readouterr().err

@@ -1,19 +1,24 @@
-"""How a process ends, also on a full disk, which memory it keeps, and how it imports large libraries."""
+"""How processes of rlx begin and end."""
 
 from __future__ import annotations
 
+import errno
 import gc
+import logging
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from rlx.invocation import SOURCE, short_name, started_as
 from rlx.paths import RunPaths
+from rlx.policy.base import PolicyError
 from rlx.process import importing
+from rlx.rollout.role import end
 from rlx.runs.status import Cause, Status, read_status
 
 ENDS = """
@@ -94,8 +99,6 @@ def test_the_end_of_a_run_is_written_even_where_nothing_else_can_be(small_disk: 
     status.finish("failed", Cause(role="trainer", replica=0, returncode=1, reason="exit code 1", log="x", last_lines=lines))
     status.write(paths)
     found = read_status(paths)
-    assert found is not None
-    assert found.cause is not None
     assert (found.state, found.exit_code, found.cause.reason) == ("failed", 1, "exit code 1")
 
 
@@ -173,3 +176,83 @@ def test_garbage_collection_is_what_it_was_also_after_an_import_that_fails(enabl
         assert gc.isenabled() == enabled
     finally:
         gc.enable()
+
+
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], int]], int]:
+    """Ends a role, but for the process. Returns the exit code."""
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    monkeypatch.setattr(logging, "shutdown", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["role", "--run-dir", "/the/run"])
+
+    def run(main: Callable[[], int]) -> int:
+        with pytest.raises(SystemExit) as caught:
+            end(main, "synthesizer", plain=(PolicyError,))
+        return int(caught.value.code or 0)
+
+    return run
+
+
+def raising(error: Exception) -> Callable[[], int]:
+    def main() -> int:
+        raise error
+
+    return main
+
+
+@pytest.mark.parametrize(
+    ("main", "code", "said", "logged"),
+    [
+        (lambda: 75, 75, "", False),
+        (raising(ValueError("the rows are empty")), 1, "ValueError: the rows are empty\n", True),
+        (raising(PolicyError("the endpoint refuses the key")), 1, "the endpoint refuses the key\n", False),  # its message says it all
+    ],
+)
+def test_a_role_ends_with_a_code_and_the_last_line_says_why(ended, capsys, caplog, main, code: int, said: str, logged: bool):
+    assert ended(main) == code
+    assert capsys.readouterr().err == said
+    assert [(record.name, record.exc_info is not None) for record in caplog.records] == [("rlx.synthesizer", True)] * logged
+
+
+def test_a_full_disk_is_one_line_that_names_the_file(ended, capsys, tmp_path: Path):
+    file = tmp_path / "finished.jsonl"
+    assert ended(raising(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file)))) == 1
+    said = capsys.readouterr().err
+    assert "No space left on device" in said
+    assert str(file) in said
+    assert said.count("\n") == 1
+
+
+def test_the_program_is_named_as_briefly_as_it_is_found(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    programs = {}
+    for name in (".venv/bin/python", ".venv/bin/rlx", "elsewhere/python3.11"):
+        programs[name] = tmp_path / name
+        programs[name].parent.mkdir(parents=True, exist_ok=True)
+        programs[name].write_text("#!/bin/sh\n")
+        programs[name].chmod(0o755)
+    python, rlx = str(programs[".venv/bin/python"]), str(programs[".venv/bin/rlx"])
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert started_as(python, "train.py") == ".venv/bin/python train.py"
+    assert started_as(python, rlx) == ".venv/bin/rlx train"
+    monkeypatch.setenv("PATH", str(tmp_path / ".venv" / "bin"))
+    assert started_as(python, "train.py") == "python train.py"
+    assert started_as(python, "/there/rlx/cli/__main__.py") == "python -m rlx.cli train"
+    assert started_as(python, rlx) == "rlx train"
+
+
+def test_a_suggested_command_imports_the_rlx_that_runs(tmp_path, monkeypatch):
+    """With -m, Python searches the working directory first, which may be another checkout. A script finds what lies beside it."""
+    monkeypatch.setenv("PATH", "/nowhere")
+    there = f"PYTHONPATH={SOURCE} {sys.executable} -P -m rlx.cli view"
+    monkeypatch.chdir(SOURCE)
+    assert started_as(sys.executable, "train.py", "view") == f"{short_name(sys.executable)} -m rlx.cli view"
+    monkeypatch.chdir(tmp_path)
+    assert started_as(sys.executable, f"{SOURCE}/train.py", "view") == there
+    assert started_as(sys.executable, f"{SOURCE}/rlx/cli/__main__.py", "view") == f"{sys.executable} -m rlx.cli view"
+    (tmp_path / "rlx").mkdir()
+    (tmp_path / "rlx" / "__init__.py").write_text("raise SystemExit('another checkout')")
+    assert started_as(sys.executable, f"{SOURCE}/rlx/cli/__main__.py", "view") == there
+    done = subprocess.run(there.replace("view", "--help"), shell=True, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "another checkout" in subprocess.run([sys.executable, "-m", "rlx.cli"], capture_output=True, text=True, check=False).stderr

@@ -13,6 +13,7 @@ import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from urllib.parse import unquote
 
 import numpy as np
 import pytest
@@ -26,12 +27,13 @@ from rlx.config.schema import RunConfig
 from rlx.metrics import MetricsWriter
 from rlx.paths import RunPaths
 from rlx.plan.make import make_plan
-from rlx.report.chart import Chart, Line, draw, kept_points, number
+from rlx.report.chart import Chart, Curve, draw, kept_points, number
 from rlx.report.gather import gather
 from rlx.report.settings import arrange
+from rlx.report.sweep import _mean as mean_curve
 from rlx.report.sweep import aligned, first_missing, shrunk
-from rlx.runs.claim import create, write_description
 from rlx.runs.run import Run
+from rlx.runs.run_dir import create, write_description
 from rlx.runs.status import Cause, Status
 
 EVIL = "<script>window.pwned=1</script></pre><img src=http://evil.example/x onerror=alert(1)>\x1b[31m\u202e"
@@ -278,6 +280,27 @@ def test_runs_that_only_repeat_a_seed_are_told_apart(tmp_path: Path) -> None:
     for name in ("a", "b"):
         make(tmp_path / "folder" / name, [0.5] * 6, seed=3)
     assert "Runs of one seed are one draw" in page_of(tmp_path / "folder")
+    for seed in (4, 5):
+        make(tmp_path / "folder" / str(seed), [0.2] * 6, seed=seed)
+    (setting,) = arrange([gather(Run(path)) for path in sorted((tmp_path / "folder").glob("?"))]).settings
+    line = mean_curve(setting, "reward/mean", "orchestrator", 0)
+    assert (len(setting.runs), setting.scored, line.runs.max()) == (4, [0.2, 0.2, 0.5], 3), "bands are over seeds, too"
+    assert line.y == pytest.approx(0.3)
+
+
+def test_a_page_elsewhere_links_the_timeline_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my pages").mkdir()
+    make(tmp_path / "a run", [0.5] * 6)
+    for out in ("my pages/page.html", "here.html", str(tmp_path / "a run" / "report.html")):
+        assert main(["report", "a run", "--out", out, "--csv", "run.csv"]) == 0
+        (link,) = [
+            str(tag["href"]) for name, tag in Parsed(Path(out).read_text()).tags if name == "a" and "timeline" in str(tag.get("href"))
+        ]
+        assert (Path(out).parent / unquote(link)).is_file()
+    assert len((tmp_path / "run.csv").read_text().splitlines()) == 2
+    Path("file").touch()
+    assert main(["report", "a run", "--csv", "file/run.csv"]) == 2
 
 
 def test_curves_meet_on_common_steps_and_a_missing_run_is_noticed() -> None:
@@ -299,7 +322,7 @@ def test_long_curves_are_thinned_and_a_spike_survives() -> None:
 
 
 def test_values_that_are_not_finite_are_counted_on_the_chart() -> None:
-    line = Line(label="loss", x=np.arange(4.0), y=np.array([1, np.nan, np.inf, 2]))
+    line = Curve(label="loss", x=np.arange(4.0), y=np.array([1, np.nan, np.inf, 2]))
     drawn = draw(Chart(title="Loss", lines=[line]), "loss")
     assert "2 values are not finite" in drawn
     (data,) = re.findall(r'<script type="application/json">(.*?)</script>', drawn)

@@ -22,8 +22,8 @@ from rlx.heartbeat import Heartbeat, read_heartbeats
 from rlx.inference import arguments
 from rlx.inference.endpoints import endpoint_file
 from rlx.paths import RunPaths
+from rlx.polling import wait_for
 from rlx.roles import inference
-from rlx.waiting import wait_for
 
 # It answers a route with the content of the file of this name. A file `503` has it answer 503, `closed` stop to listen, and `end` end.
 STAND_IN = """
@@ -66,19 +66,18 @@ class Role:
         self.paths.endpoints.mkdir(parents=True)
         self.answer("health", "")
         self.code: int | None = None
-        self.server: inference.Server | None = None
+        self.server: inference.EngineProcess | None = None
         self.file = endpoint_file(self.paths, 0)
 
     def answer(self, route: str, content: str) -> None:
         (self.answers / route).write_text(content)
 
     def start(self) -> None:
-        self.server = inference.Server(self.config, 0, "the/model", self.paths, Heartbeat(self.paths, "inference_0"))
+        self.server = inference.EngineProcess(self.config, 0, "the/model", self.paths, Heartbeat(self.paths, "inference_0"))
         self.thread = threading.Thread(target=self._run)
         self.thread.start()
 
     def _run(self) -> None:
-        assert self.server is not None
         self.code = self.server.run()
 
     def ended(self) -> int | None:
@@ -89,7 +88,7 @@ class Role:
 @pytest.fixture
 def role(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Role]:
     monkeypatch.setattr(inference, "signal", SimpleNamespace(signal=lambda *_: None, SIGTERM=15, SIGINT=2, SIG_IGN=None))
-    for name in ("ALIVE", "POLL", "LOOK"):
+    for name in ("ALIVE", "START_POLL_SECONDS", "METRICS_SECONDS"):
         monkeypatch.setattr(inference, name, 0.02)
     monkeypatch.setattr("rlx.heartbeat.INTERVAL", 0.02)
     role = Role(tmp_path)
@@ -119,7 +118,6 @@ def test_a_server_is_published_when_it_answers_and_its_address_goes_with_it(role
     assert found["url"].startswith("http://127.0.0.1:")
     assert len(found["api_key"]) >= 32
     wait_for(lambda: read_heartbeats(role.paths)["inference_0"]["phase"] == "serving", "that it serves", 60)
-    assert role.server is not None
     role.server.stop()
     assert not role.file.exists()
     assert role.server.process.poll() is not None
@@ -149,7 +147,6 @@ def test_a_server_whose_engine_died_is_a_failure_although_it_has_not_ended(
     role.answer(how, "")
     assert role.ended() == 1
     assert "vLLM's engine has died; its own message is above" in capsys.readouterr().err
-    assert role.server is not None
     assert role.server.process.poll() is None
 
 
@@ -189,7 +186,6 @@ def test_a_port_that_another_process_has_is_named_if_it_was_asked_for(role: Role
         with socket.create_server(("127.0.0.1", port)):  # the stand-in ends at once
             role.start()
             assert role.ended() == 1
-            assert role.server is not None
             assert role.server.port_was_taken == bool(asked)
         assert (f"port {port} is taken.\n  fix: set inference.port to a free port" in capsys.readouterr().err) == bool(asked)
 

@@ -18,7 +18,7 @@ from traces import trace_of, turns_of
 from rlx.config.schema import BufferConfig
 from rlx.rollout.collector import Collector
 from rlx.rollout.failures import RolloutsFailed
-from rlx.rollout.groups import GroupFailed, Tally, play_group
+from rlx.rollout.groups import GroupFailed, RolloutCounters, play_group
 from rlx.trace import Turn
 from rlx.types import Rollout, Task
 
@@ -126,64 +126,55 @@ def run(main: Callable[[], Any]) -> Any:
     return asyncio.run(limited())
 
 
-def test_on_policy_batches_are_their_own_groups_in_order_whatever_finishes_first() -> None:
+async def test_on_policy_batches_are_their_own_groups_in_order_whatever_finishes_first() -> None:
     rng = random.Random(0)
     env = FakeEnv(lambda *_: rng.random() * 0.01)
     groups = collector(env)
 
-    async def main() -> None:
-        for step in range(3):
-            batch = await groups.collect()
-            assert indices(batch) == list(range(4 * step, 4 * step + 4))
-            assert [[rollout.member for rollout in rollouts] for rollouts in batch] == [[0, 1]] * 4
-            await asyncio.sleep(0.02)
-            assert len(env.started) == 8 * (step + 1), "a group of the next batch was started before its weights"
-            assert groups.phase == f"waiting for weights {step + 1}"
-            env.version = step + 1
-            groups.set_version(step + 1)
-        await groups.close()
-
-    run(main)
+    for step in range(3):
+        batch = await groups.collect()
+        assert indices(batch) == list(range(4 * step, 4 * step + 4))
+        assert [[rollout.member for rollout in rollouts] for rollouts in batch] == [[0, 1]] * 4
+        await asyncio.sleep(0.02)
+        assert len(env.started) == 8 * (step + 1), "a group of the next batch was started before its weights"
+        assert groups.phase == f"waiting for weights {step + 1}"
+        env.version = step + 1
+        groups.set_version(step + 1)
+    await groups.close()
 
 
 @pytest.mark.parametrize("level", [1, 2, 3])
-def test_no_more_batches_are_begun_than_the_bound_allows_and_none_is_too_old(level: int) -> None:
+async def test_no_more_batches_are_begun_than_the_bound_allows_and_none_is_too_old(level: int) -> None:
     rng = random.Random(level)
     env = FakeEnv(lambda *_: rng.random() * 0.02)
     groups = collector(env, max_async_level=level)
 
-    async def main() -> None:
-        for step in range(12):
-            batch = await groups.collect()
-            oldest = min(int(turn.versions.min()) for rollouts in batch for one in rollouts for turn in turns_of(one))
-            assert step - oldest <= level
-            version = max(0, step - rng.randrange(level))  # the trainer lags behind
-            if version > groups.version:
-                env.version = version
-                groups.set_version(version)
-            begun = len({index for index, _, _ in env.started}) - groups.tally.dropped["off_policy"] // 2
-            assert begun <= 4 * (groups.version + level + 1)
-        await groups.close()
-
-    run(main)
+    for step in range(12):
+        batch = await groups.collect()
+        oldest = min(int(turn.versions.min()) for rollouts in batch for one in rollouts for turn in turns_of(one))
+        assert step - oldest <= level
+        version = max(0, step - rng.randrange(level))  # the trainer lags behind
+        if version > groups.version:
+            env.version = version
+            groups.set_version(version)
+        begun = len({index for index, _, _ in env.started}) - groups.tally.dropped["off_policy"] // 2
+        assert begun <= 4 * (groups.version + level + 1)
+    await groups.close()
 
 
-def test_a_finished_group_that_waited_too_long_is_dropped() -> None:
+async def test_a_finished_group_that_waited_too_long_is_dropped() -> None:
     env = FakeEnv()
     groups = collector(env, max_async_level=1)
 
-    async def main() -> None:
-        await groups.collect()
-        await settled()  # the groups of batch 1 finish under version 0
-        groups.taken = 2  # as if batch 1 had been made of other groups
-        env.version = 2
-        groups.set_version(2)
-        batch = await groups.collect()
-        assert min(indices(batch)) >= 8
-        assert groups.tally.dropped["off_policy"] == 8
-        await groups.close()
-
-    run(main)
+    await groups.collect()
+    await settled()  # the groups of batch 1 finish under version 0
+    groups.num_batches = 2  # as if batch 1 had been made of other groups
+    env.version = 2
+    groups.set_version(2)
+    batch = await groups.collect()
+    assert min(indices(batch)) >= 8
+    assert groups.tally.dropped["off_policy"] == 8
+    await groups.close()
 
 
 def test_never_more_rollouts_in_flight_than_allowed_but_at_least_one_group() -> None:
@@ -197,76 +188,79 @@ def test_never_more_rollouts_in_flight_than_allowed_but_at_least_one_group() -> 
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_nothing_is_started_while_everything_is_given_up(whole: bool) -> None:
+async def test_nothing_is_started_while_everything_is_given_up(whole: bool) -> None:
     env = FakeEnv(lambda *_: 3600.0)
     env.scores_groups = whole
     groups = collector(env, max_concurrent=4)
 
-    async def main() -> None:
-        groups.set_version(0)
-        await settled()
-        assert len(env.started) == 4
-        await groups.close()
-        await settled()
-        assert len(env.started) == 4
-        assert env.in_flight == 0
-
-    run(main)
+    groups.set_version(0)
+    await settled()
+    assert len(env.started) == 4
+    await groups.close()
+    await settled()
+    assert len(env.started) == 4
+    assert env.in_flight == 0
 
 
-def test_nothing_is_started_beyond_the_last_step() -> None:
+async def test_nothing_is_started_beyond_the_last_step() -> None:
     env = FakeEnv()
     groups = collector(env, max_steps=2, max_async_level=5)
 
-    async def main() -> None:
-        await groups.collect()
-        await groups.collect()
-        await settled()
-        assert len(env.started) == 16
-
-    run(main)
+    await groups.collect()
+    await groups.collect()
+    await settled()
+    assert len(env.started) == 16
 
 
-def test_a_failed_member_is_played_again_with_another_attempt() -> None:
-    env = FakeEnv(lambda task, member, attempt: "error" if (task.index, member) == (2, 1) and attempt < 2 else 0.0)
-    groups = collector(env)
-    batch = run(groups.collect)
-    assert indices(batch) == [0, 1, 2, 3]
-    assert [(index, member) for index, member, attempt in env.started if attempt == 2] == [(2, 1)]
-    assert groups.tally.failed == {"error": 2}
-    assert groups.tally.dropped == {}
-    assert [rollout.stop for rollout in groups.tally.failures] == ["error", "error"]
+PAIR, FOUR, TWICE = [0, 1], [0, 1, 2, 3], ("error", 2)  # `TWICE`: it fails until attempt 2
 
 
-def test_rewards_that_compare_a_group_are_asked_for_as_a_whole_and_a_failed_member_costs_the_attempt() -> None:
-    env = FakeEnv(lambda task, member, attempt: "error" if (task.index, member) == (2, 1) and attempt < 2 else 0.0)
-    env.scores_groups = True
-    groups = collector(env)
-    batch = run(groups.collect)
-    assert indices(batch) == [0, 1, 2, 3]
-    assert [asked for asked in env.asked if asked[0] == 2] == [(2, [0, 1], 0), (2, [0, 1], 1), (2, [0, 1], 2)]
-    assert groups.tally.failed == {"error": 2}
-    assert groups.tally.finished == 8
-    assert sorted(rollout.arrival for rollouts in batch for rollout in rollouts) == list(range(8))
+@pytest.mark.parametrize(
+    ("whole", "compares", "does", "settings", "groups", "failed", "dropped", "asked"),
+    [
+        # a failed member is played again with another attempt
+        (False, True, {(2, 1): TWICE}, {}, dict.fromkeys(range(4), PAIR), {"error": 2}, {}, [([0], 0), ([1], 0), ([1], 1), ([1], 2)]),
+        # rewards that compare a group are asked for as a whole, and a failed member costs the attempt
+        (True, True, {(2, 1): TWICE}, {}, dict.fromkeys(range(4), PAIR), {"error": 2}, {}, [(PAIR, 0), (PAIR, 1), (PAIR, 2)]),
+        # in a group of environments only the failed member of one that compares nothing is played again
+        (True, False, {(2, 1): TWICE}, {}, dict.fromkeys(range(4), PAIR), {"error": 2}, {}, [(PAIR, 0), ([1], 1), ([1], 2)]),
+        # a whole group that ran out of time or of attempts is given up and replaced
+        (True, True, {(2, 1): "error"}, {}, dict.fromkeys((0, 1, 3, 4), PAIR), {"error": 3}, {"error": 2}, [(PAIR, n) for n in range(3)]),
+        (True, True, {(2, 1): "timeout"}, {}, dict.fromkeys((0, 1, 3, 4), PAIR), {"timeout": 1}, {"timeout": 2}, [(PAIR, 0)]),
+        # such rewards are not replaced by 0 when a member runs out of time
+        (True, True, {(2, 1): "timeout"}, {"on_timeout": "zero"}, dict.fromkeys((0, 1, 3, 4), PAIR), {"timeout": 1}, {"timeout": 2}, None),
+        # a member that ran out of time is not played again
+        (False, True, {(2, 1): "timeout"}, {}, dict.fromkeys((0, 1, 3, 4), PAIR), {"timeout": 1}, {"timeout": 2}, [([0], 0), ([1], 0)]),
+        # a member costs itself and the others are the group; one survivor is no group
+        (
+            *(False, True, {(1, 2): "timeout", (2, 0): "error", (3, 0): "error", (3, 1): "timeout", (3, 3): "timeout"}),
+            *({"group_size": 4}, {0: FOUR, 1: [0, 1, 3], 2: [1, 2, 3], 4: FOUR}, {"timeout": 3, "error": 6}, {"error": 4}, None),
+        ),
+    ],
+)
+def test_what_becomes_of_members_that_fail(
+    whole: bool,
+    compares: bool,
+    does: dict[tuple[int, int], Any],
+    settings: dict[str, Any],
+    groups: dict[int, list[int]],
+    failed: dict[str, int],
+    dropped: dict[str, int],
+    asked: list[tuple[list[int], int]] | None,
+) -> None:
+    def behave(task: Task, member: int, attempt: int) -> Any:
+        status, until = does[task.index, member] if does.get((task.index, member)) == TWICE else (does.get((task.index, member), 0.0), 99)
+        return status if attempt < until else 0.0
 
-
-def test_in_a_group_of_environments_only_the_failed_member_of_one_that_compares_nothing_is_played_again() -> None:
-    env = FakeEnv(lambda task, member, attempt: "error" if (task.index, member) == (2, 1) and attempt < 2 else 0.0)
-    env.scores_groups, env.compares = True, False
-    batch = run(collector(env).collect)
-    assert [asked for asked in env.asked if asked[0] == 2] == [(2, [0, 1], 0), (2, [1], 1), (2, [1], 2)]
-    assert [[rollout.member for rollout in rollouts] for rollouts in batch] == [[0, 1]] * 4
-
-
-def test_a_whole_group_that_ran_out_of_time_or_of_attempts_is_given_up_and_replaced() -> None:
-    env = FakeEnv(lambda task, member, attempt: {1: "timeout", 2: "error"}.get(task.index, 0.0) if member == 1 else 0.0)
-    env.scores_groups = True
-    groups = collector(env)
-    assert indices(run(groups.collect)) == [0, 3, 4, 5]
-    assert [attempt for index, _, attempt in env.asked if index == 1] == [0]
-    assert [attempt for index, _, attempt in env.asked if index == 2] == [0, 1, 2]
-    assert groups.tally.dropped == {"timeout": 2, "error": 2}
-    assert groups.in_flight == 0
+    env = FakeEnv(behave)
+    env.scores_groups, env.compares = whole, compares
+    collecting = collector(env, **settings)
+    batch = run(collecting.collect)
+    assert {rollouts[0].task.index: [one.member for one in rollouts] for rollouts in batch} == groups
+    assert asked is None or sorted((one[1:] for one in env.asked if one[0] == 2), key=lambda one: (one[1], one[0])) == asked
+    assert (collecting.tally.failed, collecting.tally.dropped, collecting.in_flight) == (failed, dropped, 0)
+    assert sorted(one.arrival for rollouts in batch for one in rollouts)[0] == 0
+    assert [rollout.stop for rollout in collecting.tally.failures].count("error") == failed.get("error", 0)
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf, math.inf])
@@ -290,26 +284,6 @@ def test_a_log_probability_that_is_not_finite_costs_its_rollout_and_is_counted(v
     assert re.search(r"number 1 of turn 1 of rollout 1 of group 1, has the log-probability", groups.tally.failures[0].error or "")
 
 
-def test_a_member_that_ran_out_of_time_costs_its_group_which_is_replaced() -> None:
-    env = FakeEnv(lambda task, member, attempt: "timeout" if task.index == 2 and member == 1 else 0.0)
-    groups = collector(env)
-    assert indices(run(groups.collect)) == [0, 1, 3, 4]
-    assert max(attempt for _, _, attempt in env.started) == 0
-    assert groups.tally.dropped == {"timeout": 2}
-
-
-def test_a_member_that_failed_or_ran_out_of_time_costs_itself_and_the_others_are_the_group() -> None:
-    does = {(1, 2): "timeout", (2, 0): "error", (3, 0): "error", (3, 1): "timeout", (3, 3): "timeout"}
-    env = FakeEnv(lambda task, member, attempt: does.get((task.index, member), 0.0))
-    groups = collector(env, group_size=4)
-    batch = run(groups.collect)
-    assert {rollouts[0].task.index: [one.member for one in rollouts] for rollouts in batch} == {
-        0: [0, 1, 2, 3], 1: [0, 1, 3], 2: [1, 2, 3], 4: [0, 1, 2, 3]
-    }  # fmt: skip
-    assert groups.tally.failed == {"timeout": 3, "error": 6}
-    assert groups.tally.dropped == {"error": 4}, "one survivor is no group"
-
-
 def test_a_rollout_that_ran_out_of_time_may_count_as_one_without_reward() -> None:
     env = FakeEnv(lambda task, member, attempt: "timeout" if member == 1 else 0.0)
     groups = collector(env, on_timeout="zero")
@@ -318,36 +292,30 @@ def test_a_rollout_that_ran_out_of_time_may_count_as_one_without_reward() -> Non
     assert [(one.reward, one.is_truncated) for rollouts in batch for one in rollouts] == [(1.0, False), (0.0, True)] * 4
 
 
-def test_a_fifth_of_timeouts_never_ends_a_run_and_loses_nothing_else() -> None:
+async def test_a_fifth_of_timeouts_never_ends_a_run_and_loses_nothing_else() -> None:
     rng = random.Random(0)
     env = FakeEnv(lambda *_: "timeout" if rng.random() < 0.2 else 0.0)
     groups = collector(env, group_size=8, num_groups=8)
 
-    async def main() -> None:
-        for step in range(40):
-            assert len(await groups.collect()) == 8
-            env.version = step + 1
-            groups.set_version(step + 1)
-        await groups.close()
-
-    run(main)
+    for step in range(40):
+        assert len(await groups.collect()) == 8
+        env.version = step + 1
+        groups.set_version(step + 1)
+    await groups.close()
     assert not groups.tally.dropped
 
 
-def test_a_replacement_keeps_the_mix_of_environments() -> None:
+async def test_a_replacement_keeps_the_mix_of_environments() -> None:
     bad = FakeEnv(lambda task, member, attempt: "error" if task.example_id % 3 == 0 else 0.0, name="bad")
     good = FakeEnv(name="good")
     groups = collector(bad, good, num_groups=8, max_retries=5)
 
-    async def main() -> None:
-        for step in range(4):
-            batch = await groups.collect()
-            assert sorted(rollouts[0].task.env for rollouts in batch) == ["bad"] * 4 + ["good"] * 4
-            bad.version = good.version = step + 1
-            groups.set_version(step + 1)
-        await groups.close()
-
-    run(main)
+    for step in range(4):
+        batch = await groups.collect()
+        assert sorted(rollouts[0].task.env for rollouts in batch) == ["bad"] * 4 + ["good"] * 4
+        bad.version = good.version = step + 1
+        groups.set_version(step + 1)
+    await groups.close()
     assert groups.tally.dropped["error"] > 0
 
 
@@ -357,30 +325,24 @@ def test_an_environment_that_always_fails_stops_the_run_with_the_last_failure() 
         run(collector(env).collect)
 
 
-def test_a_few_bad_examples_do_not_stop_the_run() -> None:
+async def test_a_few_bad_examples_do_not_stop_the_run() -> None:
     env = FakeEnv(lambda task, member, attempt: "error" if task.example_id % 10 == 0 else 0.001)
     groups = collector(env, max_retries=3)
 
-    async def main() -> None:
-        for step in range(20):
-            assert len(await groups.collect()) == 4
-            env.version = step + 1
-            groups.set_version(step + 1)
-        await groups.close()
-
-    run(main)
+    for step in range(20):
+        assert len(await groups.collect()) == 4
+        env.version = step + 1
+        groups.set_version(step + 1)
+    await groups.close()
 
 
-def test_tokens_older_than_the_servers_claim_to_be_end_the_run() -> None:
+async def test_tokens_older_than_the_servers_claim_to_be_end_the_run() -> None:
     groups = collector(FakeEnv())
 
-    async def main() -> None:
-        await groups.collect()
-        groups.set_version(1)  # the environment's policy stays at version 0
-        await groups.collect()
-
+    await groups.collect()
+    groups.set_version(1)  # the environment's policy stays at version 0
     with pytest.raises(RuntimeError, match="a token of version 0, although all servers had version 1"):
-        run(main)
+        await groups.collect()
 
 
 def test_an_exception_in_our_own_code_ends_the_run_instead_of_vanishing() -> None:
@@ -396,20 +358,17 @@ def test_an_exception_in_a_group_filter_ends_the_run_instead_of_hanging_it() -> 
         raise ValueError("a negative reward")
 
     groups = collector(FakeEnv())
-    groups.left_out = broken
+    groups.filter_reason = broken
     with pytest.raises(ValueError, match="a negative reward"):
         run(groups.collect)
 
 
-def test_a_group_given_up_leaves_nothing_running() -> None:
+async def test_a_group_given_up_leaves_nothing_running() -> None:
     env = FakeEnv(lambda task, member, attempt: "timeout" if member else 0.01)
     task = Task(env="e", example_id=0, index=0, row={})
 
-    async def main() -> None:
-        before = asyncio.all_tasks()  # this task; before Python 3.12 `wait_for` adds one for the timeout
-        with pytest.raises(GroupFailed):
-            await play_group(env, task, 4, 0, Tally())
-        assert env.in_flight == 0
-        assert asyncio.all_tasks() == before
-
-    run(main)
+    before = asyncio.all_tasks()  # this task; before Python 3.12 `wait_for` adds one for the timeout
+    with pytest.raises(GroupFailed):
+        await play_group(env, task, 4, 0, RolloutCounters())
+    assert env.in_flight == 0
+    assert asyncio.all_tasks() == before

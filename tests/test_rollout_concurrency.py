@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-from test_rollout_collector import FakeEnv, collector, indices, run
+from test_rollout_collector import FakeEnv, collector, indices
 
 from rlx.config.schema import Config
 from rlx.inference.wire import ServerUnreachable
@@ -110,8 +109,8 @@ def test_it_comes_near_the_best_fixed_number_on_a_simulated_engine(load: int, fi
     assert simulate(LOADS[load], None, seconds)[0] >= 0.95 * best
 
 
-def test_a_batch_on_policy_is_the_same_whatever_the_limit_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(concurrency, "LOOK", 0.001)
+async def test_a_batch_on_policy_is_the_same_whatever_the_limit_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(concurrency, "POLL_SECONDS", 0.001)
     config = Config(max_steps=1, seq_len=8)
     config.inference.max_num_seqs = 4
 
@@ -131,16 +130,13 @@ def test_a_batch_on_policy_is_the_same_whatever_the_limit_does(monkeypatch: pyte
                 "perf/kv_cache_usage": 0,
             }
 
-    async def main() -> Any:
-        env, fleet = FakeEnv(lambda *_: 0.004), Fleet()
-        groups = collector(env, num_groups=12, max_concurrent=4)
-        following = asyncio.ensure_future(concurrency.follow(config, fleet, groups))  # type: ignore[arg-type]
-        batch = await groups.collect()
-        following.cancel()
-        await groups.close()
-        return indices(batch), groups.max_concurrent, fleet.looks
-
-    order, limit, looks = run(main)
+    env, fleet = FakeEnv(lambda *_: 0.004), Fleet()
+    groups = collector(env, num_groups=12, max_concurrent=4)
+    following = asyncio.ensure_future(concurrency.follow(config, fleet, groups))  # type: ignore[arg-type]
+    batch = await groups.collect()
+    following.cancel()
+    await groups.close()
+    order, limit, looks = indices(batch), groups.max_concurrent, fleet.looks
     assert order == list(range(12))
     assert limit > 4
     assert looks > 5

@@ -117,19 +117,16 @@ def test_a_batch_spreads_its_environments_evenly() -> None:
     assert interleave_envs(tasks[::-1]) == in_order
 
 
-def test_an_environment_that_is_always_left_out_leaves_the_others_their_groups() -> None:
+async def test_an_environment_that_is_always_left_out_leaves_the_others_their_groups() -> None:
     envs: dict[str, Any] = {"a": Scored(lambda *_: 0.0, name="a"), "b": Scored(lambda *_: 1.0, name="b")}
     groups = make(envs, {"a": 1.0, "b": 1.0}, num_groups=8, max_rounds=2)
 
-    async def main() -> None:
-        for step in range(4):
-            assert [env for env, _, _ in seen(await groups.collect())] == ["b"] * 4
-            for env in envs.values():
-                env.version = step + 1
-            groups.set_version(step + 1)
-        await groups.close()
-
-    run(main)
+    for step in range(4):
+        assert [env for env, _, _ in seen(await groups.collect())] == ["b"] * 4
+        for env in envs.values():
+            env.version = step + 1
+        groups.set_version(step + 1)
+    await groups.close()
 
 
 def test_groups_in_flight_keep_their_place_in_a_run_with_another_mix_and_indices_stay_unique() -> None:
@@ -139,7 +136,7 @@ def test_groups_in_flight_keep_their_place_in_a_run_with_another_mix_and_indices
 
     async def begun() -> bytes:
         groups = make(first, even, group_size=1, max_async_level=1, num_groups=4)
-        groups.left_out = lambda _: None
+        groups.filter_reason = lambda _: None
         groups.set_version(0)
         await asyncio.sleep(0.01)
         state = encode(OrchestratorState(collector=groups.state()))
@@ -152,7 +149,7 @@ def test_groups_in_flight_keep_their_place_in_a_run_with_another_mix_and_indices
 
     async def go_on() -> list[Any]:
         groups = make(second, even, group_size=1, num_groups=12)
-        groups.left_out = lambda _: None
+        groups.filter_reason = lambda _: None
         groups.restore(decode(state, OrchestratorState).collector)
         groups.set_version(0)
         return await groups.collect()

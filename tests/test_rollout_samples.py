@@ -11,7 +11,7 @@ from traces import trace_of
 from rlx.advantages.group import group_mean
 from rlx.config.schema import Config, TrainedEnvConfig, TrainerConfig
 from rlx.rollout.batch import make_batch, scores_of, step_metrics
-from rlx.rollout.groups import Tally, checked
+from rlx.rollout.groups import RolloutCounters, checked
 from rlx.rollout.samples import samples_of
 from rlx.trace import Turn
 from rlx.types import Group, Rollout, StepBatch, Task, TrainingSample
@@ -75,7 +75,6 @@ def test_the_weights_of_an_environment_in_the_losses_reach_its_sampled_tokens_al
         played = replace(rollout(turn([1, 2], [3, 4]), turn([1, 2, 3, 4, 5], [6])), task=replace(TASK, env=env))
         groups.append(Group(id=5, task=played.task, rollouts=(played,), advantages=np.ones(1, np.float32)))
     ((weighted, plain),) = make_batch(0, groups, config).mini_batches
-    assert weighted.policy_weights is not None
     assert weighted.ref_kl_weights is not None
     assert weighted.policy_weights.tolist() == [0, 0, 0.5, 0.5, 0, 0.5]
     assert weighted.ref_kl_weights.tolist() == [0] * 6
@@ -92,24 +91,12 @@ def test_a_turn_that_extends_the_one_before_joins_its_sample() -> None:
     assert sample.temperature.tolist() == [1, 0.75, 0.75, 1, 0.5]
 
 
-def test_a_turn_whose_prompt_was_rewritten_begins_a_new_sample() -> None:
-    first, second = samples(rollout(turn([1], [2, 3]), turn([1, 2, 9], [5])))
-    assert (first.token_ids.tolist(), second.token_ids.tolist()) == ([1, 2, 3], [1, 2, 9, 5])
-    assert second.loss_mask.tolist() == [False, False, False, True]
-
-
 def test_the_longest_matching_sample_is_extended_and_earlier_ones_stay_open() -> None:
     turns = [turn([1], [2]), turn([1, 2, 3], [4]), turn([9], [8]), turn([1, 2, 3, 4, 5], [6]), turn([9, 8, 7], [6])]
     first, second = samples(rollout(*turns))
     assert first.token_ids.tolist() == [1, 2, 3, 4, 5, 6]
     assert first.loss_mask.tolist() == [False, True, False, True, False, True]
     assert second.token_ids.tolist() == [9, 8, 7, 6]
-
-
-def test_branching_gives_a_sample_a_turn() -> None:
-    made = samples(rollout(turn([1], [2, 3]), turn([1, 2, 3, 4], [5])), strategy="branching")
-    assert [sample.token_ids.tolist() for sample in made] == [[1, 2, 3], [1, 2, 3, 4, 5]]
-    assert made[1].loss_mask.tolist() == [False] * 4 + [True]
 
 
 def test_rollouts_cut_by_a_length_limit_can_be_left_out() -> None:
@@ -124,7 +111,7 @@ def test_what_was_left_out_for_its_length_is_counted_in_tokens() -> None:
     ))  # fmt: skip
     group = Group(id=5, task=TASK, rollouts=both, advantages=np.ones(2, dtype=np.float32))
     for masked, share in ((True, 0.25), (False, 0.0)):
-        described = step_metrics([group], StepBatch(step=0, mini_batches=(tuple(samples(*both, mask_overlong=masked)),)), Tally())
+        described = step_metrics([group], StepBatch(step=0, mini_batches=(tuple(samples(*both, mask_overlong=masked)),)), RolloutCounters())
         assert described["batch/overlong_frac"] == share
         assert described["batch/loss_tokens"] == 4 * (1 - share)
 
@@ -133,7 +120,7 @@ def test_names_that_an_environment_chooses_do_not_replace_metrics_of_rlx() -> No
     own = {"reward": 0.5, "rewards": {"mean": 9.0, "exact": 2.0}, "metrics": {"share": 9.0, "trained_share": 9.0, "steps": 3.0}}
     played = replace(rollout(turn([1], [2])), timing={"total": 1.0}, **own)
     group = Group(id=5, task=TASK, rollouts=(played,), advantages=np.ones(1, dtype=np.float32))
-    values = step_metrics([group], StepBatch(step=0, mini_batches=(tuple(samples(played)),)), Tally())
+    values = step_metrics([group], StepBatch(step=0, mini_batches=(tuple(samples(played)),)), RolloutCounters())
     assert (values["reward/e/mean"], values["env/e/share"], values["env/e/trained_share"]) == (0.5, 1.0, 1.0)
     assert (values["reward/e/exact"], values["env/e/steps"]) == (2.0, 3.0)
 

@@ -1,16 +1,27 @@
-"""Transcripts hold what the policy was asked and answered, each answer once, in all kinds of environments."""
+"""Rollouts as conversations: transcripts, rows for supervised training, synthesized data."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from policy_stand_in import SAMPLING, InTurn, StandIn, load, policy_of, task_of, tiny_chat
+from test_rollout_filters import candidate as made
+from test_rollout_runner import outcome
 from traces import turns_of
 
+from rlx.config.load import compose
+from rlx.config.roots import SYNTHESIZE
+from rlx.paths import RunPaths
 from rlx.policy.base import Reply
-from rlx.rollout.rejection_sampling import Transcript, transcripts_of
+from rlx.rollout.eval_results import Outcome
+from rlx.rollout.rejection_sampling import Candidate, Transcript, transcripts_of
+from rlx.rollout.sft_export import COLUMNS, NothingKept, export, rows_of, to_json
 from rlx.trace import Trace, TraceBuilder
 from rlx.types import Rollout
 
@@ -138,3 +149,83 @@ def test_of_several_agents_only_the_one_that_trains_is_transcribed():
         answers = [m for one in transcripts for m in one.completion if m["role"] == "assistant"]
         assert len(answers) == len(turns_of(rollout)) > 0
         assert not any("HOST" in message["content"] for one in transcripts for message in one.prompt)
+
+
+TOOL = {"type": "function", "function": {"name": "add", "description": "é", "parameters": {"type": "object", "properties": {"x": {}}}}}
+CALLED = [
+    {
+        "role": "assistant",
+        "content": "",
+        "reasoning_content": "2+2",
+        "tool_calls": [{"type": "function", "id": "a", "function": {"name": "add", "arguments": '{"x": null}'}}],
+    },
+    {"role": "tool", "tool_call_id": "a", "name": "add", "content": "4"},
+    {"role": "assistant", "content": "It is 4.\u2028"},
+]
+FACTS = {"sums": {"env_id": "rlx-sums", "model": "tiny", "seed": 3, "sampling": '{"temperature": 1.0}', "run": "mine"}}
+
+
+def candidate(*transcripts: Transcript, member: int = 1, env: str = "sums") -> Candidate:
+    return made(2, member, env=env, transcripts=transcripts, example_id=7, rewards={"right": 1.0}, stop_condition="done", versions=[0])
+
+
+def rows() -> list[dict[str, Any]]:
+    plain = Transcript(prompt=[{"role": "user", "content": "1+1?"}], completion=[{"role": "assistant", "content": "2"}])
+    called = Transcript(prompt=[{"role": "user", "content": "2+2?"}], completion=CALLED, tools=(TOOL,))
+    return list(rows_of([candidate(plain), candidate(called, plain, member=2)], FACTS))
+
+
+def test_a_row_says_where_it_comes_from():
+    first, second, third = rows()
+    assert list(first) == ["prompt", "completion", *COLUMNS]
+    assert (first["env"], first["env_id"], first["example_id"], first["index"], first["member"]) == ("sums", "rlx-sums", 7, 2, 1)
+    assert (first["reward"], json.loads(first["rewards"]), first["run"], first["seed"]) == (1.0, {"right": 1.0}, "mine", 3)
+    assert (first["tools"], json.loads(second["tools"])) == (None, [TOOL])
+    assert [row["part"] for row in (first, second, third)] == [0, 0, 1]
+    assert all(len(to_json(row).splitlines()) == 1 for row in rows()), "some readers end a line at U+2028"
+
+
+def test_supervised_training_marks_exactly_the_answers():
+    """The reader of `rlx sft` takes the files as they are: answers and calls are trained, prompts and tool results are not."""
+    from policy_stand_in import tiny_chat
+
+    from rlx.data.conversations import read_conversation
+    from rlx.data.masks import mark
+
+    shown = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "two"}, {"role": "user", "content": "2+2?"}]
+    plain = Transcript(prompt=shown, completion=[{"role": "assistant", "content": "4"}])
+    call = {key: value for key, value in CALLED[0].items() if key != "reasoning_content"}  # the tiny model's format does not show it
+    called = Transcript(prompt=shown[:1], completion=[call, CALLED[1], {"role": "assistant", "content": "It is 4."}], tools=(TOOL,))
+    lines = [to_json(row) for row in rows_of([candidate(plain), candidate(called, member=2)], FACTS)]
+    texts = []
+    for line in lines:
+        (marked,) = mark(read_conversation(json.loads(line)), tiny_chat())
+        trained = [token for token, is_trained in zip(marked.token_ids, marked.trained, strict=True) if is_trained]
+        texts.append(tiny_chat().tokenizer.decode(trained))
+    assert texts[0] == "4<|im_end|>", "the example in the prompt is context"
+    assert '"name": "add"' in texts[1]
+    assert texts[1].endswith("It is 4.<|im_end|>")
+    assert texts[1].count("<|im_end|>") == 2, "two answers, no tool result"
+
+
+def finished(paths: RunPaths, *rollouts: tuple[int, int, str | None, int]) -> None:
+    """Writes rollouts: place, number, weights, version."""
+    said = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
+    nodes = [{"parent": n - 1, "message": said[n], "sampled": bool(n)} for n in (0, 1)]
+    paths.finished.parent.mkdir(parents=True, exist_ok=True)
+
+    def record(place: int, number: int, weights: str | None, version: int) -> Outcome:
+        facts = {"env": "sums", "weights": weights, "version": version, "nodes": nodes}
+        return msgspec.structs.replace(outcome(place, number), **facts)
+
+    paths.finished.write_bytes(b"".join(msgspec.json.encode(record(*one)) + b"\n" for one in rollouts))
+
+
+def test_the_choice_is_made_from_what_the_latest_weights_have_sampled(tmp_path: Path) -> None:
+    cfg = compose(["env=sums", "num_examples=2", "rollouts_per_example=2", "duplicates=keep", "dry_run=true"], {}, SYNTHESIZE).cfg
+    paths = RunPaths(tmp_path)
+    for last, played in ((("b", 28), 2), (("a", 28), 3), ((None, 28), 2), (("a", 3), 1)):
+        finished(paths, (0, 0, "a", 28), (0, 1, "a", 28), (2, 0, "a", 28), (1, 0, "b", 28), (1, 1, *last))
+        assert export(cfg, paths)["rollouts"] == {"played": played, "kept": played, "dropped": {}}, last
+    with pytest.raises(NothingKept, match=r"no rollout is kept: of 1, 1 reward too low; their rewards are 1 to 1\.\n  fix: choose again"):
+        export(replace(cfg, min_reward=2.0), paths)

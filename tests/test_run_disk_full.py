@@ -57,7 +57,6 @@ def test_a_disk_that_fills_during_a_checkpoint_ends_the_run_with_the_last_good_o
         shown = run.text()[run.text().index(" failed: ") :]
         assert f"the disk of {run.run_dir} is full" in cause["reason"] or "No space left on device" in shown, run.text()
         good = folders.newest(paths, warn=pytest.fail)
-        assert good is not None
         if cause["role"] == "trainer" and "checkpoint of step" in shown:
             assert f"the last complete checkpoint is {good.checkpoint}" in shown
         assert list(folders.being_written(paths)) == []

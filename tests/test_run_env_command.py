@@ -55,11 +55,16 @@ def test_a_check_says_what_the_model_does_and_whether_to_train(rlx: Rlx) -> None
     done = rlx("env", "check", "reverse_text", "num_examples=8", "--json")
     answer = json.loads(done.stdout)
     facts = answer["facts"]
-    assert (answer["worth"], answer["playable"], facts["examples"], facts["rollouts"], facts["failed"]) == (True, True, 8, 64, 0.0)
-    assert 0 < facts["baseline"]["low"] <= facts["baseline"]["mean"] <= facts["baseline"]["high"] < 1
+    assert (answer["trainable"], answer["playable"], facts["examples"], facts["rollouts_per_example"], facts["failed"]) == (
+        True,
+        True,
+        8,
+        8,
+        0,
+    )
+    assert 0 < facts["baseline_low"] <= facts["baseline"] <= facts["baseline_high"] < 1
     assert facts["differing"] > 0.2
-    assert facts["turns"][0]["rollouts"] == 64
-    assert set(facts["seconds"]) == {"generation", "environment", "scoring"}
+    assert min(facts["tokens"], facts["seconds"]) > 0
     assert len(Path(answer["results"]).read_text().splitlines()) == 64
 
 
@@ -71,7 +76,7 @@ def test_a_new_environment_is_written_installed_checked_and_trained_on(rlx: Rlx,
     """One of each kind of package is trained on; of the other two the printed command is accepted."""
     wrote = rlx("env", "init", "fresh-one", *flavour)
     installed = rlx("env", "install", "./fresh-one")
-    assert "fresh-one 0.1.0" in installed.stdout
+    assert "installed into" in installed.stdout
     assert any(line.startswith("fresh-one ") for line in rlx("env", "list").stdout.splitlines())
     assert "next" in rlx("env", "info", "fresh-one").stdout
     quick = ["model.warm_start.batch_size=16"]  # making the model is most of the time

@@ -32,26 +32,6 @@ def test_a_role_killed_in_mid_run_stops_the_run_and_is_named(start, role):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("role", ["inference", *(pytest.param(role, marks=pytest.mark.nightly) for role in ("orchestrator", "trainer"))])
-def test_a_role_killed_at_start_up_stops_the_run(start, role):
-    job = start("run", *LONG)
-    os.kill(job.until_started(role), signal.SIGKILL)
-    assert job.wait() == 1
-    job.wait_until_nothing_is_left()
-    assert job.status()["cause"]["role"] == role
-
-
-@pytest.mark.long
-def test_a_killed_supervisor_leaves_nothing_behind(start):
-    job = start("run", *LONG)
-    job.until_step(1)
-    os.kill(job.status()["supervisor"]["pid"], signal.SIGKILL)
-    job.wait_until_nothing_is_left()
-    assert job.wait() == 1
-    assert job.status()["state"] == "failed"
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)])
 def test_an_interrupted_run_keeps_what_it_has_trained_and_ends_cleanly(start, number):
     job = start("run", *LONG, "ckpt.interval=50")
@@ -101,16 +81,6 @@ def test_prepare_killed_in_its_warm_start_stops_the_run_and_leaves_no_model(in_w
     in_warm_start.wait_until_nothing_is_left()
     cause = in_warm_start.status()["cause"]
     assert (cause["role"], cause["returncode"]) == ("prepare", -signal.SIGKILL), in_warm_start.text()
-    assert models(tmp_path / "cache") == []
-
-
-@pytest.mark.nightly
-def test_a_run_interrupted_in_its_warm_start_ends_cleanly(in_warm_start, tmp_path):
-    os.kill(in_warm_start.process.pid, signal.SIGINT)
-    assert in_warm_start.wait() == 130
-    in_warm_start.wait_until_nothing_is_left()
-    assert in_warm_start.status()["state"] == "interrupted"
-    assert in_warm_start.status()["cause"] is None
     assert models(tmp_path / "cache") == []
 
 

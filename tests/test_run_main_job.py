@@ -131,18 +131,6 @@ def test_environments_of_others_train_together_by_their_ids(start, tmp_path):
     assert any(len(rollout["completion"]) > 1 for rollout in multi)
 
 
-@pytest.mark.nightly
-def test_a_mix_of_sums_and_reversing_improves(start):
-    job = start("run", "env=[sums,reverse_text]", "max_steps=40")
-    assert job.wait() == 0, job.text()
-    records = job.metrics("orchestrator")
-    rewards = [r["reward/mean"] for r in records]
-    assert mean(rewards[-5:]) > mean(rewards[:5]) + 0.1
-    for name in ("sums", "reverse_text"):
-        rewards = [r[f"reward/{name}/mean"] for r in records if f"reward/{name}/mean" in r]
-        assert mean(rewards[-10:]) > mean(rewards[:10]) + 0.03, name
-
-
 @pytest.mark.long
 def test_an_installed_package_finds_its_configuration(tmp_path):
     """A wheel in its own environment runs `rlx train dry_run=true` from an empty directory."""

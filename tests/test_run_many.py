@@ -21,13 +21,13 @@ def trained(run: Path) -> dict[int, dict]:
 
 
 def test_two_runs_share_a_trainer_and_one_whose_orchestrator_is_killed_resumes_beside_the_other(tmp_path: Path):
-    host = MainJob(tmp_path / "host", "trainer.max_concurrent_runs=2", "lora.rank=8", "trainer.wait_for_others=30")
+    host = MainJob(tmp_path / "host", "trainer.max_concurrent_runs=2", "lora.rank=8", "trainer.batch_wait=30")
     jobs = []
     try:
         present = tmp_path / "host" / "membership" / "present"
         host.until(present.exists, "the trainer's start")
         # Without the check of environments, whose results are kept for one run and perhaps not for the other: both join at about one time.
-        shared = (f"trainer.shared={tmp_path / 'host'}", "lora.rank=8", "ckpt.interval=2", "launcher.check_envs=false")
+        shared = (f"trainer.shared_trainer_dir={tmp_path / 'host'}", "lora.rank=8", "ckpt.interval=2", "launcher.check_envs=false")
         words, sums = tmp_path / "host" / "run_words", tmp_path / "host" / "run_sums"
         of_words = (*shared, "max_steps=40")
         jobs = [MainJob(words, *of_words), MainJob(sums, *shared, "env=sums", "loss=gspo", "lora.alpha=16", "max_steps=6")]

@@ -12,7 +12,7 @@ import pytest
 from main_job import read_metrics
 from two_hosts import ADDRESSES, WIRE, two_hosts
 
-from rlx.plan.record import read_plan
+from rlx.plan.process_spec import read_plan
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 

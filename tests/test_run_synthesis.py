@@ -91,7 +91,7 @@ def test_a_killed_synthesis_writes_the_same_data_and_plays_nothing_twice(synthes
     one, other = ((job.run_dir / "data" / "train.jsonl").read_bytes() for job in (whole, again))
     assert one == other
 
-    chosen = synthesize("killed", *MIX, "resume=latest", "play=false", "per_example=1", "prefer=best")
+    chosen = synthesize("killed", *MIX, "resume=latest", "play=false", "per_example=1", "select_by=best")
     assert chosen.wait() == 0, chosen.text()
     assert again.finished == chosen.finished
     assert "inference_0" not in chosen.text()

@@ -25,8 +25,8 @@ from rlx.config.schema import WarmStartConfig
 from rlx.data.source import read_recorded
 from rlx.models import tiny
 from rlx.paths import RunPaths
+from rlx.polling import wait_for
 from rlx.types import TrainingSample
-from rlx.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 QUICK = ("max_async_level=0", "ckpt.interval=null", "orchestrator.batch_size=48", "orchestrator.rollouts_per_example=4")
@@ -64,7 +64,7 @@ def test_a_teacher_scores_one_environment_plays_another_and_rewards_train_the_th
         mix = (
             *("env=reverse_text", "+envs.game.id=rlx_test_v1", "+envs.words.id=rlx-reverse-text", *QUICK, "max_steps=4", "optim.lr=1e-3"),
             *("model=tiny_trained", f"model.name={model}", "seq_len=128", "envs.reverse_text.loss=opd", "+envs.game.loss=dr_grpo"),
-            *("+envs.words.played_by=teacher", "+envs.words.loss=sft", "+envs.words.loss.ce_coef=1"),
+            *("+envs.words.sampled_by=teacher", "+envs.words.loss=sft", "+envs.words.loss.ce_coef=1"),
             *(f"teacher.base_url=[{endpoint.url}]", f"teacher.api_key={endpoint.api_key}", "teacher.model=policy"),
         )
         job = start("run", *mix, "hardware.trainer_processes=2", env={"PYTHONPATH": OUTSIDE})
@@ -110,7 +110,7 @@ def test_a_teacher_that_plays_is_overloaded_then_hangs_at_one_address_then_dies_
             "run",
             *("model=tiny_trained", f"model.name={model}", "max_steps=1000", "ckpt.interval=null", "orchestrator.batch_size=16"),
             *("orchestrator.rollouts_per_example=4", "orchestrator.max_concurrent=16", "orchestrator.max_retries=1"),
-            *("envs.reverse_text.played_by=teacher", "loss=sft", "loss.ce_coef=1"),
+            *("envs.reverse_text.sampled_by=teacher", "loss=sft", "loss.ce_coef=1"),
             *(f"teacher.base_url=[{one},{two}]", f"teacher.api_key={KEY}", "teacher.model=m", "teacher.timeout=10"),
         )
         job.until_step(1)
@@ -157,7 +157,7 @@ def answers_nll(model: Any, batch: list[TrainingSample]) -> float:
 def test_cross_entropy_learns_exactly_what_tools_answer_beside_grpo(start: Callable[..., MainJob]) -> None:
     job = start(
         "run",
-        *("experiment=tool_math_tiny", "loss=grpo", "loss.ce_coef=1", "envs.tool_math.learn.tool=1"),
+        *("experiment=tool_math_tiny", "loss=grpo", "loss.ce_coef=1", "envs.tool_math.observation_ce_weights.tool=1"),
         *("max_steps=8", "ckpt.interval=null", "model.warm_start.steps=150", "weight_broadcast.keep_last=3"),
     )
     assert job.wait() == 0, job.text()

@@ -29,33 +29,6 @@ if "RLX_SECRET" in os.environ:
     load = Policy.rlx_load
 """
 
-HANGS = f"""{IN_VLLM}
-    def hangs(worker, folder, label):
-        if label.startswith("3@") and worker.model_config.seed % 1024 == 1:  # the second server
-            time.sleep(3600)
-        return load(worker, folder, label)
-
-    Policy.rlx_load = hangs
-"""
-
-
-@pytest.mark.nightly
-def test_a_server_whose_engine_hangs_in_an_update_is_left_out_and_the_run_goes_on_with_the_other(
-    start: Callable[..., MainJob], tmp_path: Path
-) -> None:
-    """It still sends heartbeats and answers the orchestrator."""
-    (tmp_path / "sitecustomize.py").write_text(HANGS)
-    two = ("hardware.inference_replicas=2", "inference.kv_cache_gb=0.25", "weight_broadcast.timeout=20")
-    job = start("run", *ON_POLICY, *two, "max_steps=6", env={"PYTHONPATH": str(tmp_path)})
-    assert job.wait() == 0, job.text()
-    log = (job.run_dir / "logs/attempt_0/orchestrator.log").read_text()
-    assert re.search(r"did not load version 3 in .* \(weight_broadcast\.timeout=20\); the other servers go on without it", log), log[-3000:]
-    trained = job.metrics("trainer")
-    assert [record["step"] for record in trained] == list(range(6))
-    assert max(record["mismatch/kl"] for record in trained) < 1e-6
-    assert "restarted" not in job.text()
-    job.wait_until_nothing_is_left()
-
 
 def compared(job: MainJob, attempt: int = 0) -> dict[str, list[tuple[int, str]]]:
     """By server: the versions whose weights were compared there in full, and the shares."""
@@ -166,20 +139,6 @@ def test_with_versions_in_memory_a_run_is_the_same_and_what_lasts_is_on_the_disk
     one, other = (json.loads((each.run_dir / "weights/step_12" / COMPLETE).read_text())["files"] for each in (job, disk))
     assert one == other
     job.wait_until_nothing_is_left()
-
-
-@pytest.mark.nightly
-def test_a_preempted_run_leaves_the_version_of_its_checkpoint_on_the_disk(start: Callable[..., MainJob]) -> None:
-    job = start("run", "orchestrator.batch_size=32", "max_steps=10000", "ckpt.interval=null", f"weight_broadcast.folder={SHM}")
-    job.until_step(2)
-    own = own_folder(job)
-    os.kill(job.status()["supervisor"]["pid"], signal.SIGUSR2)
-    assert job.wait() == 75, job.text()
-    job.wait_until_nothing_is_left()
-    (step,) = checkpoints(job)
-    assert not own.exists()
-    assert where(job) == {step: False}
-    assert verify(RunPaths(job.run_dir).weights_of(step))["version"] == step
 
 
 SERVED_WRONGLY = f"""{IN_VLLM}

@@ -18,15 +18,15 @@ from rlx.config.errors import ConfigError
 from rlx.config.load import compose, load_run
 from rlx.config.schema import Config, RunConfig
 from rlx.config.schema_synthesize import SynthesizeRoot
-from rlx.config.secret import hide_lines
+from rlx.config.secret import redact_lines
 from rlx.heartbeat import Heartbeat
 from rlx.lock import FileLock
 from rlx.paths import RunPaths
 from rlx.plan.make import make_plan
-from rlx.runs import claim
-from rlx.runs.claim import create, join, looks_like_run, settle, write_description
+from rlx.polling import wait_for
+from rlx.runs import run_dir
+from rlx.runs.run_dir import create, join, looks_like_run, resolve_run_dir, write_description
 from rlx.runs.status import Status
-from rlx.waiting import wait_for
 
 KEY = "-".join(("sesame", "open"))  # joined at run time: a run saves the uncommitted source changes, which must not contain the key
 
@@ -70,7 +70,7 @@ def test_a_secret_is_in_one_file_of_the_run_and_nowhere_else(tmp_path: Path, mon
     given = [f"inference={{api_key: '{KEY}'}}", f"+inference.api_key='{KEY}'", f"inference.api_key={KEY}", "seed=3"]
     reference = "inference.api_key=${oc.env:RLX_API_KEY}"
     monkeypatch.setattr(sys, "argv", ["train.py", *given])
-    cfg = settle(compose([*given, f"run.dir={tmp_path / 'run'}"], {}).cfg, "label")
+    cfg = resolve_run_dir(compose([*given, f"run.dir={tmp_path / 'run'}"], {}).cfg, "label")
     assert cfg.inference.api_key == KEY
     paths, lock = create(cfg, [*given, reference], make_plan(cfg, tmp_path / "run"))
     lock.close()
@@ -100,7 +100,7 @@ def test_a_secret_in_a_variable_that_this_command_does_not_use_is_hidden_too(tmp
     monkeypatch.setenv("RLX_TEACHER", f"{{base_url: [http://teacher:8000], api_key: {KEY}}}")
     monkeypatch.setenv("RLX_INFERENCE", f"{{api_key: {KEY}, port: 7000}}")
     monkeypatch.setenv("RLX_SEED", "3")
-    cfg = settle(compose(["inference.api_key=another-key", f"run.dir={tmp_path / 'run'}"], {}).cfg, "label")
+    cfg = resolve_run_dir(compose(["inference.api_key=another-key", f"run.dir={tmp_path / 'run'}"], {}).cfg, "label")
     assert cfg.inference.api_key == "another-key"
     paths, lock = create(cfg, [], make_plan(cfg, tmp_path / "run"))
     lock.close()
@@ -113,7 +113,7 @@ def test_a_secret_in_a_variable_that_this_command_does_not_use_is_hidden_too(tmp
 @pytest.mark.parametrize("key", ["the-key", "another-key"])
 def test_a_run_with_a_key_for_the_teachers_servers_resumes_in_place(tmp_path: Path, key: str) -> None:
     given = ["loss=opd", "teacher.base_url=[http://teacher:8000]", f"run.dir={tmp_path / 'run'}"]
-    cfg = settle(compose([*given, "teacher.api_key=the-key"], {}).cfg, "label")
+    cfg = resolve_run_dir(compose([*given, "teacher.api_key=the-key"], {}).cfg, "label")
     create(cfg, [], make_plan(cfg, tmp_path / "run"))[1].close()
     again = compose([*given, f"teacher.api_key={key}", "resume=latest"], {}).cfg
     create(again, [], make_plan(again, tmp_path / "run"))[1].close()
@@ -128,7 +128,7 @@ def test_a_secret_whose_text_is_escaped_is_hidden_with_all_that_follows() -> Non
     line = r"inference={api_key: 'one\'key', port: 1}"
     cfg = compose([line], {}).cfg
     assert cfg.inference.api_key == "one'key"
-    assert hide_lines([line, "seed=1"], cfg) == ["inference={api_key: '<secret>", "seed=1"]
+    assert redact_lines([line, "seed=1"], cfg) == ["inference={api_key: '<secret>", "seed=1"]
 
 
 def test_a_run_without_secrets_has_no_file_for_them(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_reproduce_runs_the_saved_configuration_in_a_new_directory_and_tells_of_
 
 def test_default_names_say_what_the_run_is_and_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    one, two = (settle(config("cpu"), "sums+reverse_text-tiny-gspo") for _ in range(2))
+    one, two = (resolve_run_dir(config("cpu"), "sums+reverse_text-tiny-gspo") for _ in range(2))
     assert str(one.run.name).startswith("sums+reverse_text-tiny-gspo-")
     assert one.run.dir == str(tmp_path / "outputs" / str(one.run.name))
     assert one.run.name != two.run.name
@@ -174,10 +174,10 @@ def test_default_names_say_what_the_run_is_and_differ(tmp_path: Path, monkeypatc
 
 def test_run_dir_is_made_absolute_and_names_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    cfg = settle(replace(config("cpu"), run=RunConfig(dir="here/mine")), "label")
+    cfg = resolve_run_dir(replace(config("cpu"), run=RunConfig(dir="here/mine")), "label")
     assert (cfg.run.name, cfg.run.dir) == ("mine", str(tmp_path / "here" / "mine"))
     with pytest.raises(ConfigError, match=r"run\.name=a/b"):
-        settle(replace(config("cpu"), run=RunConfig(name="a/b")), "label")
+        resolve_run_dir(replace(config("cpu"), run=RunConfig(name="a/b")), "label")
 
 
 def test_an_existing_run_is_refused_and_clean_replaces_it(tmp_path: Path) -> None:
@@ -332,7 +332,7 @@ def test_roles_that_start_at_once_make_one_directory(tmp_path: Path) -> None:
 
 
 def test_a_role_that_waits_in_vain_for_another_to_fill_the_directory_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(claim, "FILL", 0.1)
+    monkeypatch.setattr(run_dir, "FILL", 0.1)
     cfg = settled(tmp_path / "run")
     paths = RunPaths(tmp_path / "run")
     paths.root.mkdir()
@@ -353,7 +353,6 @@ def test_a_dry_run_leaves_its_plan_and_the_run_may_follow_it(tmp_path: Path) -> 
     cfg = settled(tmp_path / "run", dry_run=True)
     write_description(cfg, [], make_plan(cfg, tmp_path / "run"), "#!/bin/sh", "what it means")
     paths = write_description(cfg, [], make_plan(cfg, tmp_path / "run"))
-    assert paths is not None
     assert load_run(paths.root).dry_run is False
     make(settled(tmp_path / "run", seed=3))
     assert write_description(cfg, [], make_plan(cfg, tmp_path / "run")) is None
@@ -367,7 +366,7 @@ def test_a_directory_that_was_left_half_made_is_made_again(tmp_path: Path, monke
 
     cfg = settled(tmp_path / "run")
     with monkeypatch.context() as patch:
-        patch.setattr(claim, writes, interrupted)
+        patch.setattr(run_dir, writes, interrupted)
         with pytest.raises(KeyboardInterrupt):
             make(cfg)
     assert not looks_like_run(RunPaths(tmp_path / "run"))
@@ -395,7 +394,7 @@ def test_resuming_says_which_of_the_runs_own_values_it_changes(tmp_path: Path, c
     assert "other values" not in capsys.readouterr().err
     longer = replace(again, max_steps=7, weight_broadcast=replace(again.weight_broadcast, keep_last=9))
     expected = [f"weight_broadcast.keep_last: {before.weight_broadcast.keep_last} → 9", f"max_steps: {before.max_steps} → 7"]
-    assert claim.changes(longer) == expected, "of a dry run"
+    assert run_dir.changes(longer) == expected, "of a dry run"
     make(longer)[1].close()
     said = capsys.readouterr().err
     assert f"resuming with other values than before: {', '.join(expected)}" in said

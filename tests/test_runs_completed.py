@@ -21,7 +21,7 @@ from rlx.launch.sweep import Element
 from rlx.metrics import MetricsWriter
 from rlx.paths import RunPaths
 from rlx.rollout.sft_export import export
-from rlx.runs.claim import create
+from rlx.runs.run_dir import create
 from rlx.runs.status import Status
 
 

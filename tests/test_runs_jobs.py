@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from rlx.cli import main
-from rlx.launch.follow import close, follow, say_why, wait_for_jobs
+from rlx.launch.wait_for_job import close, follow, say_why, wait_for_jobs
 from rlx.paths import RunPaths
 from rlx.runs.jobs import note_job, waits
 from rlx.runs.status import Status, read_status
@@ -107,7 +107,7 @@ def test_a_launcher_that_waits_for_its_job_says_why_the_job_waits(controller: Co
     states = f'if [ -e {tmp_path}/seen ]; then echo "14|CANCELLED"; else touch {tmp_path}/seen; echo "14|PENDING"; fi'
     squeue = controller.folder / "squeue"
     squeue.write_text(f"#!/bin/sh\ncase \"$*\" in *PENDING*) printf '%s' '{PENDING}';; *) {states};; esac\n")
-    monkeypatch.setattr("rlx.launch.follow.ASK", 0.01)
+    monkeypatch.setattr("rlx.launch.wait_for_job.ASK", 0.01)
     assert follow(paths, "14") == 130
     assert capsys.readouterr().out == "job 14 waits: Dependency, start about 2026-11-24T08:00:00\n"
 
@@ -116,7 +116,7 @@ def test_why_jobs_wait_is_told_once_for_all_and_again_with_a_new_reason(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reason, starts, told = "Priority", itertools.count(), {}
-    monkeypatch.setattr("rlx.launch.follow.waits", lambda jobs: dict.fromkeys(jobs, f"{reason}, start about {next(starts)}"))
+    monkeypatch.setattr("rlx.launch.wait_for_job.waits", lambda jobs: dict.fromkeys(jobs, f"{reason}, start about {next(starts)}"))
     for _ in range(3):
         say_why(["12_0", "12_1", "12_2"], told)
     assert capsys.readouterr().out == "job 12_0 (and 2 more) waits: Priority, start about 0\n"
@@ -128,9 +128,9 @@ def test_why_jobs_wait_is_told_once_for_all_and_again_with_a_new_reason(
 def test_who_waits_leaves_a_run_to_the_job_that_has_it_now(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = run_of(tmp_path / "run", "14")
     note_job(paths, "15")
-    monkeypatch.setattr("rlx.launch.follow.ASK", 0.0)
-    monkeypatch.setattr("rlx.launch.follow.UPDATE", 0.01)
-    monkeypatch.setattr("rlx.launch.follow.queue", lambda: {"14": "CANCELLED", "15": "PENDING"})
+    monkeypatch.setattr("rlx.launch.wait_for_job.ASK", 0.0)
+    monkeypatch.setattr("rlx.launch.wait_for_job.UPDATE", 0.01)
+    monkeypatch.setattr("rlx.launch.wait_for_job.queue", lambda: {"14": "CANCELLED", "15": "PENDING"})
     wait_for_jobs({"14": paths})
     assert follow(paths, "14") == 1
     assert read_status(paths).state == "starting"
@@ -145,8 +145,8 @@ def test_a_launcher_that_waits_asks_slurm_every_ten_seconds_at_most(tmp_path: Pa
         asked.append(next(clock))
         return {"14": "RUNNING" if len(asked) < 6 else "CANCELLED"}
 
-    monkeypatch.setattr("rlx.launch.follow.time", times)
-    monkeypatch.setattr("rlx.launch.follow.queue", queue)
+    monkeypatch.setattr("rlx.launch.wait_for_job.time", times)
+    monkeypatch.setattr("rlx.launch.wait_for_job.queue", queue)
     assert follow(paths, "14") == 130
     assert min(later - earlier for earlier, later in itertools.pairwise(asked)) >= 10
 
@@ -168,6 +168,5 @@ def test_the_reason_of_a_comeback_that_is_refused_is_in_the_jobs_own_output(tmp_
     output.write_text("run is in use by another run\n")
     os.utime(output, (0, launcher.stat().st_mtime + (5 if output_is_newer else -5)))
     cause = close(paths, "12", "FAILED").cause
-    assert cause is not None
     assert cause.last_lines[-1] == said
     assert said in (paths.root / cause.log).read_text()

@@ -19,7 +19,7 @@ from rlx.config.schema import RunConfig
 from rlx.lock import FileLock
 from rlx.paths import RunPaths
 from rlx.plan.make import make_plan
-from rlx.runs.claim import create
+from rlx.runs.run_dir import create
 from rlx.runs.status import Status
 
 FLOCK = fcntl.flock

@@ -11,17 +11,17 @@ from rlx.config.errors import ConfigError
 from rlx.config.load import compose, to_yaml
 from rlx.paths import RunPaths
 from rlx.runs import members
-from rlx.runs.claim import create, settle
 from rlx.runs.run import find
+from rlx.runs.run_dir import create, resolve_run_dir
 from rlx.runs.status import Status
-from rlx.shared.membership import Member, Presence, PutOut, answer, answered, asking, is_present
+from rlx.shared.membership import EvictedError, LivenessLock, TrainerClient, is_present, pending_requests, respond, response_of
 
 HOST = ("trainer.max_concurrent_runs=2", "lora.rank=8")
 
 
 def configured(*overrides: str):
     composed = compose(["hardware=cpu", *overrides], environ={})
-    return settle(composed.cfg, composed.label)
+    return resolve_run_dir(composed.cfg, composed.label)
 
 
 @pytest.fixture
@@ -38,8 +38,11 @@ def host(tmp_path: Path) -> RunPaths:
         (["trainer.max_concurrent_runs=2"], "the runs of a shared trainer train adapters"),
         ([*HOST, "trainer.compile=true"], "neither divides nor compiles"),
         ([*HOST, "launcher=slurm"], "shared trainers and their runs start on one machine only"),
-        (["trainer.shared=x", *HOST], "a run cannot be a shared trainer and be trained by one"),
-        (["trainer.shared=x", "lora.rank=8", "ref.name=y"], "the reference of the runs of a shared trainer is its model without adapters"),
+        (["trainer.shared_trainer_dir=x", *HOST], "a run cannot be a shared trainer and be trained by one"),
+        (
+            ["trainer.shared_trainer_dir=x", "lora.rank=8", "ref.name=y"],
+            "the reference of the runs of a shared trainer is its model without adapters",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused_by_name(overrides: list[str], said: str):
@@ -48,24 +51,24 @@ def test_what_does_not_go_together_is_refused_by_name(overrides: list[str], said
 
 
 def test_a_run_gets_a_directory_in_its_trainers_and_must_fit_it(host: RunPaths, monkeypatch: pytest.MonkeyPatch):
-    own = (f"trainer.shared={host.root}", "run.name=a")
+    own = (f"trainer.shared_trainer_dir={host.root}", "run.name=a")
     cfg = configured(*own, "lora.rank=8")
     assert (cfg.run.name, cfg.run.dir) == ("a", str(host.root / "run_a"))
-    assert configured(f"trainer.shared={host.root}", f"run.dir={host.root}/run_b", "lora.rank=8").run.name == "b"
+    assert configured(f"trainer.shared_trainer_dir={host.root}", f"run.dir={host.root}/run_b", "lora.rank=8").run.name == "b"
     with pytest.raises(ConfigError, match=r"lora.rank is 4 in this run and 8 in the shared trainer"):
         create(configured(*own, "lora.rank=4"), [], [])
     with pytest.raises(ConfigError, match="the shared trainer is not alive"):
         create(cfg, [], [])
-    monkeypatch.setattr(members, "START", 0.05)
+    monkeypatch.setattr(members, "START_SECONDS", 0.05)
     Status(state="starting").write(host)
     with pytest.raises(ConfigError, match=r"or still loads its model \(its logs: .*host/logs/latest"):
         create(cfg, [], [])
     with pytest.raises(ConfigError, match="there is no shared trainer"):
-        create(configured(f"trainer.shared={host.root.parent}/other", "run.name=a", "lora.rank=8"), [], [])
+        create(configured(f"trainer.shared_trainer_dir={host.root.parent}/other", "run.name=a", "lora.rank=8"), [], [])
     with pytest.raises(ConfigError, match="is not the directory of a run of the shared trainer"):
-        configured(f"trainer.shared={host.root}", f"run.dir={host.root.parent}/run_a", "lora.rank=8")
+        configured(f"trainer.shared_trainer_dir={host.root}", f"run.dir={host.root.parent}/run_a", "lora.rank=8")
     with pytest.raises(ConfigError, match="needs a name"):
-        configured(f"trainer.shared={host.root}", "lora.rank=8")
+        configured(f"trainer.shared_trainer_dir={host.root}", "lora.rank=8")
     (host.root / "run_a").mkdir()
     with pytest.raises(ConfigError, match=r"clean=true would delete the runs of the shared trainer in .*: run_a"):
         create(configured(*HOST, f"run.dir={host.root}", "clean=true"), [], [])
@@ -84,28 +87,27 @@ def test_a_run_and_its_trainer_see_each_others_end_and_answers_are_for_one_attem
     paths.root.mkdir()
     (host.root / "run_a.out").touch()  # not a run
     assert not is_present(host)
-    presence = Presence(host)
+    presence = LivenessLock(host)
     assert is_present(host)
-    member = Member(paths, host.root)
-    ((found, token),) = asking(host)
+    member = TrainerClient(paths, host.root)
+    ((found, token),) = pending_requests(host)
     assert (found.root, token) == (paths.root, member.token)
     assert is_present(paths)
     assert not member.check(), "no answer yet"
-    answer(paths, "of another attempt", "out", "it was")
+    respond(paths, "of another attempt", "out", "it was")
     assert not member.check()
-    answer(paths, token, "in")
+    respond(paths, token, "in")
     assert member.check()
-    answer(paths, token, "out", "the loss is nan")
-    with pytest.raises(PutOut, match="does not train this run: the loss is nan"):
+    respond(paths, token, "out", "the loss is nan")
+    with pytest.raises(EvictedError, match="does not train this run: the loss is nan"):
         member.check()
-    answer(paths, token, "in")
+    respond(paths, token, "in")
     os.close(presence.fd)
-    with pytest.raises(PutOut, match="has ended"):
+    with pytest.raises(EvictedError, match="has ended"):
         member.check()
-    answer(paths, token, "done")
+    respond(paths, token, "done")
     assert member.check(), "the trainer may end after the run's last step"
     os.close(member.presence.fd)
     assert not is_present(paths)
-    found = answered(paths)
-    assert found is not None
+    found = response_of(paths)
     assert found.state == "done"

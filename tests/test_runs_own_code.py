@@ -6,20 +6,24 @@ import json
 import os
 import shutil
 import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from rlx.config.errors import ConfigError
 from rlx.config.load import compose, load_command
+from rlx.launch.children import Children
+from rlx.launch.supervisor import Supervisor
 from rlx.paths import RunPaths
 from rlx.plan.make import make_plan
 from rlx.report.gather import gather
 from rlx.report.settings import arrange
 from rlx.runs import own_code, provenance
-from rlx.runs.claim import changes, create
 from rlx.runs.compare import compare
 from rlx.runs.run import Run
+from rlx.runs.run_dir import changes, create
 
 KEY = "-".join(("sesame", "open"))  # joined at run time: a run saves the uncommitted source changes, which must not contain the key
 SAYS = "import mine_losses, sys\nprint(mine_losses.__file__)\n"
@@ -30,6 +34,8 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """`made("name")`: the directory of a run that was claimed, with a loss of the user's own in the working directory."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
+    for module in [name for name in sys.modules if name.startswith("mine_")]:  # an earlier test's
+        monkeypatch.delitem(sys.modules, module)
     (tmp_path / "mine_losses.py").write_text("from rlx.losses.grpo import grpo\n")
     (tmp_path / "mine_rewards.py").write_text("def exact(completion, row):\n    return 1.0\n")
     (tmp_path / "rows.jsonl").write_text('{"question": "1+1", "answer": "2"}\n')
@@ -68,6 +74,49 @@ def test_a_changed_loss_is_seen_by_diff_resume_and_report_and_its_copy_is_run_ag
     done = subprocess.run(["sh", a.reproduce], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == str(a.root / "code" / "mine_losses.py")
     assert "runs the copies of the run's own code" in done.stderr
+
+
+def test_what_the_own_code_imports_is_recorded_too(made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A helper beside the loss, a package that the helper imports, the target of a node inside a node, a chat template."""
+    (tmp_path / "mine_losses.py").write_text("import numpy\nfrom mine_helpers import clip\nfrom rlx.losses.grpo import grpo\n")
+    (tmp_path / "mine_helpers.py").write_text("def clip():\n    import mine_pack.deep\n    import json, mine_losses\n")
+    (tmp_path / "mine_pack").mkdir()
+    (tmp_path / "mine_pack" / "__init__.py").touch()
+    (tmp_path / "mine_pack" / "deep.py").write_text("X = 1\n")
+    (tmp_path / "numpy").mkdir()  # a folder of that name is no module of the user's
+    (tmp_path / "mine.jinja").write_text("{{ messages }}")
+    paths = made("a")
+    assert {*own_code.recorded(json.loads(paths.provenance.read_text()))} == {"mine_losses", "mine_rewards", "mine_helpers", "mine_pack"}
+    assert (paths.root / "code" / "mine_pack" / "deep.py").is_file(), "reproduce.sh runs it"
+    (tmp_path / "mine_pack" / "deep.py").write_text("X = 2\n")
+    cfg = load_command(paths.root)
+    assert [line.partition(":")[0] for line in own_code.changed(paths, cfg, {})] == ["code of mine_pack"]
+    inner = {"_target_": "rlx.losses.mix.mix", "parts": {"one": {"_target_": "mine_losses.grpo"}}}
+    named = dict(own_code.modules(replace(cfg, loss=inner, model=replace(cfg.model, chat_template=str(tmp_path / "mine.jinja")))))
+    assert {"mine_losses", "mine.jinja"} <= named.keys()
+
+
+def test_code_that_changed_while_the_run_waited_is_recorded_when_it_starts(made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a queue, in a sweep's pool, or between two attempts of a requeued job."""
+    paths = made("a")
+    cfg = load_command(paths.root)
+    assert provenance.note_changes(paths, cfg) == []
+    before = own_code.recorded(json.loads(paths.provenance.read_text()))
+    (tmp_path / "mine_losses.py").write_text("from rlx.losses.grpo import grpo\n\nCHANGED = True\n")
+    (line,) = provenance.note_changes(paths, cfg)
+    after = own_code.recorded(json.loads(paths.provenance.read_text()))
+    assert line == f"code of mine_losses: {before['mine_losses']} → {after['mine_losses']}"
+    assert provenance.note_changes(paths, cfg) == [], "once"
+    assert (paths.root / provenance.CODE_CHANGED).read_text() == f"{line}\n"
+    said = subprocess.run(["sh", "-n", str(paths.reproduce)], capture_output=True, text=True, check=True)
+    assert (said.stderr, provenance.CODE_CHANGED in paths.reproduce.read_text()) == ("", True)
+
+    (tmp_path / "mine_losses.py").write_text("from rlx.losses.grpo import grpo\n")
+    monkeypatch.setattr(Supervisor, "_handle_signals", lambda self: None)
+    monkeypatch.setattr(Children, "start_reaper", lambda *_: sys.exit("nothing is to be started"))
+    with pytest.raises(SystemExit):
+        Supervisor(paths, cfg, lock_fd=0, attempt=0).run()
+    assert own_code.recorded(json.loads(paths.provenance.read_text())) == before, "a supervisor looks first"
 
 
 def test_an_environments_package_is_recorded_whole(made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,3 +189,37 @@ def test_the_day_that_templates_see_stays_that_of_the_first_attempt(made, monkey
     provenance.write_provenance(paths, load_command(paths.root), {}, again=True)
     assert provenance.begun_on(paths) == {"RLX_TODAY": "2024-02-29"}
     assert 'export RLX_TODAY="${RLX_TODAY-2024-02-29}"' in paths.reproduce.read_text()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'headers = {"Authorization": "Bearer ¤"}',
+        'url = "https://user:¤@host"',
+        'AWS_SECRET_ACCESS_KEY = "¤"',
+        'os.environ["HF_TOKEN"] = "¤"',
+        'password = "¤!b@c#d$"',
+        "db_password: ¤!word#123",
+        "  hf_token: ¤",
+        "export MY_SECRET=¤",
+        "private_key: ¤",
+        'anything = "glpat-¤¤"',
+    ],
+)
+def test_what_looks_like_a_secret_stays_out_of_a_diff(line: str) -> None:
+    secret = "-".join(("hunter2", "hunter3"))
+    assert secret not in provenance._without_secrets(f"+{line.replace('¤', secret)}\n", [])
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'eos_token = "<|im_end|>"',
+        "api_key: ${oc.env:MY_API_KEY}",
+        "max_token: 12345678",
+        "is_token = mask_of_tokens",
+        "    token: SomeClassName",
+    ],
+)
+def test_what_is_no_secret_stays_in_a_diff(line: str) -> None:
+    assert provenance._without_secrets(f"+{line}\n", []) == f"+{line}\n"

@@ -22,8 +22,8 @@ from rlx.lock import FileLock
 from rlx.metrics import MetricsWriter, read_metrics
 from rlx.paths import COMPLETE, RunPaths
 from rlx.plan.make import make_plan
-from rlx.runs.claim import create, sources
 from rlx.runs.rewind import rewind, trim_metrics
+from rlx.runs.run_dir import create, sources
 from rlx.runs.status import Status
 from rlx.weights import tmpfs
 from rlx.weights.files import versions
@@ -81,7 +81,6 @@ def test_a_run_goes_back_to_its_checkpoint_and_nothing_of_later_steps_is_left(tm
     make(settled(tmp_path / "run", resume=wanted))
     assert [json.loads(line)["version"] for line in paths.updates.read_text().splitlines()] == list(range(step + 1))
     start = read_start(paths)
-    assert start is not None
     assert (start.step, start.checkpoint) == (step, paths.checkpoint_of(step))
     assert [record for record, _ in read_metrics(paths.metrics)] == [record for record in before if record["step"] < step]
     assert numbers(paths.rollouts) == numbers(paths.recorded) == list(range(step))
@@ -106,7 +105,6 @@ def test_a_damaged_newest_checkpoint_is_set_aside_and_damaged_weights_are_remove
     (paths.weights_of(3) / COMPLETE).write_text('{"version": 3, "files": {"gone": {"size": 1, "xxh3": "0"}}}')
     said: list[str] = []
     start = rewind(paths, warn=said.append)
-    assert start is not None
     assert start.step == 3
     assert "\n".join(said).count("skipping checkpoint step_6: ") == 1
     assert (paths.checkpoints / "damaged_step_6").is_dir()
@@ -199,7 +197,6 @@ def test_a_run_whose_last_version_has_no_evaluation_is_resumed_although_all_step
     paths = ended(tmp_path / "run", **evaluating)
     make(settled(tmp_path / "run", resume="latest", **evaluating))[1].close()
     start = read_start(paths)
-    assert start is not None
     assert start.step == 6
     with paths.metrics.open("a") as file:
         file.write(json.dumps({"step": 6, "source": "eval", "time": 0.0}) + "\n")
@@ -223,7 +220,6 @@ def test_a_fork_starts_from_a_checkpoint_of_another_run_which_stays_as_it_is(tmp
     paths, lock = make(settled(tmp_path / "fork", resume=str(source.root / name)))
     step = 3 if name else 6
     start = read_start(paths)
-    assert start is not None
     assert (start.step, start.checkpoint) == (step, paths.checkpoint_of(step))
     assert f"{paths.root}: starting after {step} steps, from {source.checkpoint_of(step)}" in capsys.readouterr().err
     assert paths.initial_model.read_text() == source.initial_model.read_text()
@@ -242,7 +238,6 @@ def test_a_fork_where_files_cannot_be_linked_reads_the_other_runs_checkpoint(tmp
     source = ended(tmp_path / "step_of_my_own")
     paths, lock = make(settled(tmp_path / "fork", resume=str(source.root)))
     start = read_start(paths)
-    assert start is not None
     assert start.checkpoint == source.checkpoint_of(6)
     assert list(paths.checkpoints.iterdir()) == []
     lock.close()

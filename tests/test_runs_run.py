@@ -23,9 +23,9 @@ from rlx.config.schema import RunConfig
 from rlx.metrics import MetricsWriter
 from rlx.paths import RunPaths
 from rlx.plan.make import make_plan
-from rlx.runs.claim import create
 from rlx.runs.history import History
 from rlx.runs.run import Run, find
+from rlx.runs.run_dir import create
 from rlx.runs.status import Status
 
 
@@ -52,10 +52,8 @@ def other_pid() -> Iterator[int]:
 
 def test_all_that_a_run_directory_holds(tmp_path: Path) -> None:
     run = made(tmp_path / "run")
-    assert run.config is not None
     assert (run.name, run.config.seq_len, run.overrides) == ("run", 8192, ["seed=1"])
     assert [spec.role for spec in run.plan] == ["inference", "orchestrator", "trainer"]
-    assert run.provenance is not None
     assert run.provenance["rlx"]
     writer = MetricsWriter(run.paths.metrics, "orchestrator")
     for step in range(3):
@@ -132,11 +130,11 @@ def test_somebody_elses_runs_are_listed(tmp_path: Path) -> None:
         # Another user may not be able to read this Python, so the process changes its user after all imports.
         code = f"""
 import os, sys
-import rlx.cli.arguments, rlx.cli.report, rlx.cli.runs, rlx.cli.show, rlx.cli.view, rlx.launch.follow
-import rlx.plan.explain, rlx.report.gather, rlx.runs.rollouts, rlx.runs.run
-import rlx.view.app, rlx.view.chosen
+import rlx.cli.arguments, rlx.cli.report, rlx.cli.runs, rlx.cli.show, rlx.cli.view, rlx.launch.wait_for_job
+import rlx.plan.explain, rlx.report.gather, rlx.report.sweep, rlx.runs.rollouts, rlx.runs.run
+import rlx.view.app, rlx.view.selection
 from rlx.config.errors import ConfigError
-from rlx.config.inherited import find_weights
+from rlx.config.from_run import find_weights
 os.setgroups([]), os.setegid(65534), os.seteuid(65534)
 private = {str(folder / "private")!r}
 looks = dict(show=rlx.cli.show.run, view=rlx.cli.view.run, report=rlx.cli.report.run, weights=lambda argv: find_weights(*argv))

@@ -123,17 +123,6 @@ def test_a_killed_run_resumes_bit_for_bit_and_two_ranks_train_as_one(data: Path)
 
 
 @pytest.mark.nightly
-def test_a_killed_run_that_trains_adapters_resumes_bit_for_bit(data: Path) -> None:
-    keys = ("max_steps=8", "ckpt.interval=4", "lora.rank=4", "lora.dropout=0.1")  # dropout also needs the random state of the checkpoint
-    whole = sft(data, "whole", *keys)
-    assert whole.returncode == 0, whole.stdout + whole.stderr
-    assert json.loads((data / "whole" / "weights" / "step_8" / "adapter_config.json").read_text())["r"] == 4
-    losses = [line["loss/total"] for line in records(data / "whole") if line["source"] == "trainer"]
-    assert len(losses) == len(set(losses)) == 8
-    check_a_killed_run_goes_on_as(data / "whole", *keys)
-
-
-@pytest.mark.nightly
 def test_versions_are_evaluated_beside_training_and_a_lost_evaluation_is_made_again(data: Path) -> None:
     keys = ("max_steps=6", "ckpt.interval=3", "val.name=null", "env=reverse_text", "eval.interval=3", "eval.num_examples=8")
     first = sft(data, "evaluated", *keys)

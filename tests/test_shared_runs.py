@@ -29,9 +29,9 @@ from rlx.roles import shared_trainer
 from rlx.roles.shared_trainer import SharedTrainer
 from rlx.runs.members import wait_until_let_go
 from rlx.runs.rewind import rewind
-from rlx.shared.membership import Member, answer, answered, asked_with, is_present
+from rlx.shared.membership import TrainerClient, is_present, request_token, respond, response_of
 from rlx.train.build import build
-from rlx.train.checkpoint import Progress, load
+from rlx.train.checkpoint import TrainerProgress, load
 from rlx.train.watch import Watch
 
 pytestmark = pytest.mark.slow
@@ -50,7 +50,7 @@ class Host(SharedTrainer):
     def join(self, name: str, **keys: object) -> Orchestrator:
         """A run in a slot."""
         run = Orchestrator(self.paths, name, A | keys)
-        run.member = Member(run.paths, self.paths.root)
+        run.member = TrainerClient(run.paths, self.paths.root)
         ((slot, folder, token),) = self.news()["join"]
         assert folder == str(run.paths.root)
         self.admit(slot, run.paths, token)
@@ -73,7 +73,7 @@ def test_a_run_that_was_started_again_during_a_step_is_not_taken_for_its_old_att
     run.send([0])
     assert host.news() == {"train": [0]}
     run.leave()
-    again = Member(run.paths, host.paths.root)  # as the old step is being trained
+    again = TrainerClient(run.paths, host.paths.root)  # as the old step is being trained
     host.train([0])
     assert host.members == {}
     assert trainer_records(run.paths) == {}, "the new attempt makes step 0"
@@ -83,7 +83,7 @@ def test_a_run_that_was_started_again_during_a_step_is_not_taken_for_its_old_att
 def test_a_run_that_was_started_again_while_it_was_waited_for_leaves_before_it_joins(host: Host):
     run = host.join("a")
     run.leave()
-    again = Member(run.paths, host.paths.root)
+    again = TrainerClient(run.paths, host.paths.root)
     assert list(host.joining()) == [], "two members would share a directory"
     news = host.news()
     assert (news["leave"], news["join"]) == ([[0, "it was started again"]], [])
@@ -92,7 +92,7 @@ def test_a_run_that_was_started_again_while_it_was_waited_for_leaves_before_it_j
     ((slot, _, token),) = host.news()["join"]
     host.admit(slot, run.paths, token)
     assert again.check()
-    assert answered(run.paths).token == again.token
+    assert response_of(run.paths).token == again.token
 
 
 def test_a_run_goes_on_from_its_checkpoint_with_a_trainer_of_its_own(host: Host, model: Path, tmp_path: Path):
@@ -106,7 +106,7 @@ def test_a_run_goes_on_from_its_checkpoint_with_a_trainer_of_its_own(host: Host,
     cfg = load_run(configure(tmp_path / "own", **A).root)
     own = build(cfg, str(model), host.mesh, lambda _: nullcontext(), resumes=True)
     start = folders.at(runs[1].paths, 2)
-    assert load(start.checkpoint / folders.TRAINER, own) == Progress(2, shared.trainer.updates)
+    assert load(start.checkpoint / folders.TRAINER, own) == TrainerProgress(2, shared.trainer.updates)
     for step in (2, 3):
         names = [name for name, _ in own.model.named_weights()]
         assert names == [name for name, _ in shared.trainer.model.named_weights()]
@@ -131,11 +131,11 @@ def test_a_run_that_is_put_out_is_not_waited_for_and_a_preempted_one_without_a_n
     began = time.monotonic()
     host.put_out(0, "its loss is nan")  # its orchestrator lives, and does not add its part
     assert time.monotonic() - began < 60, "its orchestrator's part would have been waited for for five minutes"
-    assert answered(run.paths).why == "its loss is nan"
+    assert response_of(run.paths).why == "its loss is nan"
     other = host.join("b")
     host.members[0].step = host.members[0].first = 2  # as after a resume
     host.let_go(0)
-    assert answered(other.paths).state == "done"
+    assert response_of(other.paths).state == "done"
     assert folders.steps(other.paths) == []
     assert list(folders.being_written(other.paths)) == []
 
@@ -157,7 +157,7 @@ def test_a_run_whose_checkpoint_fails_at_the_notice_is_not_called_preempted(host
 
     monkeypatch.setattr(host.members[0].checkpoints, "close", fails)
     host.let_go(0)
-    assert answered(run.paths).state == "out"
+    assert response_of(run.paths).state == "out"
     assert not run.paths.preempted.exists()
 
 
@@ -175,7 +175,7 @@ def test_a_loss_without_a_gradient_puts_out_its_run_alone(host: Host, monkeypatc
     good.send([0])
     until(lambda: host.news().get("train") == [0, 1], "both batches")
     host.train([0, 1])
-    assert "something in it is detached" in answered(bad.paths).why
+    assert "something in it is detached" in response_of(bad.paths).why
     assert 0 in trainer_records(good.paths)
 
 
@@ -193,17 +193,17 @@ def test_a_run_goes_on_only_when_the_trainer_has_let_go_of_its_last_attempt(host
     wait_until_let_go(run.paths, host.paths)
     assert host.members == {}
     assert "it still holds the last attempt of this run" in said[0]
-    token = asked_with(run.paths)
-    answer(run.paths, token, "in")  # what a trainer leaves that is killed
+    token = request_token(run.paths)
+    respond(run.paths, token, "in")  # what a trainer leaves that is killed
     host.seen.clear()
     assert host.news() == {}
-    assert answered(run.paths).state == "out", "a new trainer does not hold it"
+    assert response_of(run.paths).state == "out", "a new trainer does not hold it"
     wait_until_let_go(run.paths, host.paths)
 
 
 def test_a_run_that_nobody_may_read_keeps_no_other_from_joining(host: Host, monkeypatch: pytest.MonkeyPatch):
     other = Orchestrator(host.paths, "a", A)
-    other.member = Member(other.paths, host.paths.root)
+    other.member = TrainerClient(other.paths, host.paths.root)
 
     def forbidden(paths: RunPaths) -> bool:
         if paths.root == other.paths.root:
@@ -244,7 +244,7 @@ def test_a_batch_that_the_runs_objective_cannot_use_puts_out_that_run_alone(host
     until(lambda: host.news().get("train") == [0, 1], "both batches")
     host.train([0, 1])
     assert list(host.members) == [1]
-    assert "the batch has the stream `ref_kl_weights`, but this objective consumes" in answered(bad.paths).why
+    assert "the batch has the stream `ref_kl_weights`, but this objective consumes" in response_of(bad.paths).why
     assert 0 in trainer_records(good.paths)
 
 

@@ -1,4 +1,4 @@
-"""The shared trainer in its own process: runs that join, leave, die and resume learn what they would learn alone."""
+"""Runs in one shared trainer learn what each learns alone, with one rank or two."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from in_ranks import in_ranks
 from safetensors.torch import load_file
 from trainer_examples import make_model, make_samples, step_batch
 
@@ -26,7 +27,7 @@ from rlx.metrics import read_metrics
 from rlx.models.tiny import build_tokenizer
 from rlx.paths import RunPaths, listed, write_text
 from rlx.runs.rewind import rewind
-from rlx.shared.membership import Member, PutOut, answered
+from rlx.shared.membership import EvictedError, TrainerClient, response_of
 from rlx.types import StepBatch
 from rlx.weights.files import verify, versions
 from rlx.weights.shapes import ADAPTER
@@ -91,10 +92,10 @@ class Orchestrator:
     def __init__(self, host: RunPaths, name: str, keys: dict) -> None:
         self.host, self.name, self.paths, self.keys = host, name, host.member(name), keys
         if not self.paths.root.exists():
-            configure(self.paths.root, **keys, **{"trainer.shared": host.root})
+            configure(self.paths.root, **keys, **{"trainer.shared_trainer_dir": host.root})
 
     def join(self) -> None:
-        self.member = Member(self.paths, self.host.root)
+        self.member = TrainerClient(self.paths, self.host.root)
         self.member.wait(lambda: None)
 
     def send(self, steps: Sequence[int]) -> None:
@@ -114,7 +115,7 @@ class Orchestrator:
     def done(self) -> bool:
         """Whether the trainer has let the run go, after its last checkpoint."""
         self.trained(0)
-        return answered(self.paths).state == "done"
+        return response_of(self.paths).state == "done"
 
     def leave(self) -> None:
         os.close(self.member.presence.fd)
@@ -156,7 +157,7 @@ def trainer_records(paths: RunPaths) -> dict[int, dict]:
 @pytest.mark.long
 @pytest.mark.slow
 def test_two_runs_in_one_trainer_learn_what_each_learns_alone_although_all_processes_are_killed_in_between(tmp_path: Path, model: Path):
-    keys = {"trainer.max_concurrent_runs": 2, "trainer.wait_for_others": 5, "trainer.idle_timeout": 15}
+    keys = {"trainer.max_concurrent_runs": 2, "trainer.batch_wait": 5, "trainer.idle_timeout": 15}
     host = configure(tmp_path / "host", **keys)
     host.initial_model.write_text(f"{model}\n")
     a, b = Orchestrator(host, "a", A), Orchestrator(host, "b", B)
@@ -179,7 +180,7 @@ def test_two_runs_in_one_trainer_learn_what_each_learns_alone_although_all_proce
         b.wait(2, process)
         os.killpg(process.pid, signal.SIGKILL)
     until(lambda: process.poll() is not None, "its end")
-    with pytest.raises(PutOut, match=r"has ended .*Start it again, then go on with this run: resume=latest"):
+    with pytest.raises(EvictedError, match=r"has ended .*Start it again, then go on with this run: resume=latest"):
         a.member.check()
     a.leave()
     assert trainer_records(b.paths)[0]["perf/runs"] == trainer_records(a.paths)[1]["perf/runs"] == 2, "in one common step"
@@ -187,9 +188,11 @@ def test_two_runs_in_one_trainer_learn_what_each_learns_alone_although_all_proce
     shutil.copytree(a.paths.weights_of(2), a.paths.weights_of(3))  # a version that was being written while the directory was rewound
     with role(host, "shared_trainer") as process:
         until(
-            lambda: (found := answered(b.paths)) is not None and found.state == "out", "an answer to a run of the trainer before", process
+            lambda: (found := response_of(b.paths)) is not None and found.state == "out",
+            "an answer to a run of the trainer before",
+            process,
         )
-        with pytest.raises(PutOut, match="it was started again; go on with this run, resume=latest"):
+        with pytest.raises(EvictedError, match="it was started again; go on with this run, resume=latest"):
             b.member.check()
         b.leave()
         rewind(b.paths, warn=lambda _: None)  # from its beginning, because it has no checkpoint
@@ -197,7 +200,7 @@ def test_two_runs_in_one_trainer_learn_what_each_learns_alone_although_all_proce
         assert not listed(a.paths.weights_of(3))
         b.join()
         late = Orchestrator(host, "late", A)
-        with pytest.raises(PutOut, match=r"it trains 2 runs \(trainer.max_concurrent_runs\): run_a, run_b"):
+        with pytest.raises(EvictedError, match=r"it trains 2 runs \(trainer.max_concurrent_runs\): run_a, run_b"):
             late.join()
         late.leave()
         for step in range(4):
@@ -223,3 +226,76 @@ def test_two_runs_in_one_trainer_learn_what_each_learns_alone_although_all_proce
     manifest = verify(a.paths.weights_of(5))
     assert manifest["base"]["name"] == str(model)
     assert json.loads((a.paths.weights_of(5) / "adapter_config.json").read_text())["r"] == 4
+
+
+__all__ = ["model"]  # the fixture
+TWO_RANKS = {"trainer.idle_timeout": 15, "hardware.trainer_processes": 2}
+
+
+@contextmanager
+def two_ranks(host: RunPaths) -> Iterator[subprocess.Popen]:
+    """The shared trainer's processes, when it takes runs."""
+    ranks = in_ranks(2)
+    command = [sys.executable, *ranks, "-m", "rlx.roles.shared_trainer", "--run-dir", str(host.root)]
+    with (host.root / "log.txt").open("w") as log:
+        environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+    try:
+        until(lambda: listed(host.membership) and listed(host.membership / "present"), "the trainer", process)
+        yield process
+        assert process.wait(300) == 0, (host.root / "log.txt").read_text()[-3000:]
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_a_shared_trainer_of_two_ranks_trains_and_refuses_as_one_process_does(tmp_path: Path, model: Path):
+    host = configure(tmp_path / "host", **TWO_RANKS, **{"trainer.max_concurrent_runs": 2})
+    host.initial_model.write_text(f"{model}\n")
+    a = Orchestrator(host, "a", A | {"max_steps": 2})
+    refused = Orchestrator(host, "b", A | {"lora.target_modules": "[q_proj]"})
+    with two_ranks(host) as process:
+        with pytest.raises(RuntimeError, match=r"lora.target_modules is .'q_proj'. in this run"):
+            refused.join()
+        a.join()
+        a.send([0, 1])
+        a.wait(2, process)
+        until(a.done, "the run's end", process)
+        a.leave()
+    assert folders.steps(a.paths) == [2]
+    same(a.paths, alone(tmp_path / "alone", model, "a", A | {"max_steps": 2}), 2)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_what_rank_0_alone_fails_to_write_or_read_puts_that_run_out_and_the_others_go_on(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Only rank 0 writes versions, begins checkpoints and reads batches. The other rank must not wait for it in another collective."""
+    host = configure(tmp_path / "host", **TWO_RANKS, **{"trainer.max_concurrent_runs": 4, "trainer.batch_wait": 5})
+    host.initial_model.write_text(f"{model}\n")
+    names = ("good", "without_weights", "without_checkpoints", "without_batch")
+    for name in names:
+        monkeypatch.setitem(GROUPS, name, 6)
+    good, *bad = runs = [Orchestrator(host, name, A | {"max_steps": 2, "ckpt.interval": 1}) for name in names]
+    with two_ranks(host) as process:
+        for run in runs:
+            run.join()
+        for folder in (bad[0].paths.weights, bad[1].paths.checkpoints):
+            if folder.is_dir():  # with version 0
+                folder.rename(folder.with_name(f"earlier_{folder.name}"))
+            folder.write_text("a file where the folder should be")
+        for run in runs[:3]:
+            run.send([0, 1])
+        bad[2].paths.batch_of(0).mkdir(parents=True)
+        for run in bad:
+            until(lambda run=run: response_of(run.paths).state == "out", f"{run.name} is put out", process)
+            run.leave()
+        good.wait(2, process)
+        until(good.done, "the run's end", process)
+        good.leave()
+    assert folders.steps(good.paths) == [1, 2]
+    reasons = [response_of(run.paths).why for run in bad]
+    assert [error in why for error, why in zip(("PublishFailed", "CheckpointFailed", "IsADirectoryError"), reasons, strict=True)], reasons

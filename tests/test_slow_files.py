@@ -12,7 +12,7 @@ from main_job import read_metrics
 from ports import free_ports
 from slow_files import ABSENT
 
-from rlx.plan.record import read_plan
+from rlx.plan.process_spec import read_plan
 
 SERVER = Path(__file__).with_name("slow_files.py")
 # A mount namespace is a host's view of its files: what follows the five words of its file system is its command.
@@ -35,7 +35,7 @@ from rlx.cli.pod import _read
 from rlx.lock import FileLock
 from rlx.metrics import read_metrics
 from rlx.paths import RunPaths, arrived, listed
-from rlx.shared.membership import Answer, answer, answered
+from rlx.shared.membership import JoinResponse, respond, response_of
 from rlx.weights.subscribe import Subscriber
 here, elsewhere = map(Path, sys.argv[1:])
 for name in ("endpoint.json", "status.json"):
@@ -59,10 +59,10 @@ assert [record for record, _ in read_metrics(here / "run" / "metrics.jsonl")] ==
 assert _read(here / "end") is None
 (elsewhere / "end").write_text("75")
 assert _read(here / "end") == "75", "the end of a pod's run"
-assert answered(RunPaths(here / "run")) is None
+assert response_of(RunPaths(here / "run")) is None
 RunPaths(elsewhere / "run").membership.mkdir()
-answer(RunPaths(elsewhere / "run"), "token", "in")
-assert answered(RunPaths(here / "run")) == Answer("token", "in"), "a shared trainer's answer"
+respond(RunPaths(elsewhere / "run"), "token", "in")
+assert response_of(RunPaths(here / "run")) == JoinResponse("token", "in"), "a shared trainer's answer"
 lock, other = FileLock(here / "run.lock"), FileLock(here / "run.lock")
 assert lock.exclusive() and not other.exclusive(), "processes of one host keep apart"
 """

@@ -21,10 +21,10 @@ import pytest
 from slurm_job import ROOT, slurm
 
 from rlx.config.load import compose
-from rlx.launch.follow import follow
 from rlx.launch.slurm import submit
-from rlx.plan.record import ProcessSpec
-from rlx.runs.claim import create, settle
+from rlx.launch.wait_for_job import follow
+from rlx.plan.process_spec import ProcessSpec
+from rlx.runs.run_dir import create, resolve_run_dir
 from rlx.runs.status import Status, read_status
 
 pytestmark = [pytest.mark.slurm]
@@ -50,7 +50,7 @@ class Array:
         for i in range(3):
             composed = compose(["launcher=slurm", "slurm=dev", "hardware=cpu"], {})
             cfg = replace(composed.cfg, run=replace(composed.cfg.run, name=f"it's=a b,{i}", dir=str(folder / f"it's=a b,{i}")))
-            cfg = settle(cfg, "label")
+            cfg = resolve_run_dir(cfg, "label")
             cfg = replace(cfg, launcher=replace(cfg.launcher, preempt_grace=20.0), slurm=replace(cfg.slurm, memory_gb=0.2, cpus_per_node=1))
             argv = (sys.executable, "-c", textwrap.dedent(TOY), str(cfg.run.dir))
             paths, lock = create(cfg, [], [ProcessSpec(role="toy", replica=0, node=0, gpus=(), argv=argv)])
@@ -60,9 +60,7 @@ class Array:
         self.ids = submit(runs, "array", folder / ".submitit")
 
     def status(self, i: int) -> Status:
-        status = read_status(self.paths[i])
-        assert status is not None
-        return status
+        return read_status(self.paths[i])
 
     def log(self, i: int, attempt: int = 0, name: str = "toy") -> str:
         path = self.paths[i].log(attempt, name)

@@ -15,11 +15,11 @@ import pytest
 from rlx.checkpoints import folders
 from rlx.config.load import compose
 from rlx.config.roots import EVAL, SYNTHESIZE, TRAIN, Root
-from rlx.launch.follow import close
+from rlx.launch.wait_for_job import close
 from rlx.paths import RunPaths
-from rlx.plan.record import ProcessSpec
-from rlx.runs.claim import create, settle
+from rlx.plan.process_spec import ProcessSpec
 from rlx.runs.jobs import GONE, job_of, note_job, note_progress
+from rlx.runs.run_dir import create, resolve_run_dir
 from rlx.runs.status import EXIT_CODES, Status, read_status
 
 pytestmark = pytest.mark.slow
@@ -57,7 +57,7 @@ class Job:
     def __init__(self, folder: Path, *codes: str, argv: Sequence[str] = (), root: Root = TRAIN) -> None:
         line = [f"run.dir={folder / 'run'}", "hardware=cpu", "launcher.grace=0.5", *argv]
         composed = compose(line, {}, root)
-        cfg = settle(composed.cfg, "label")
+        cfg = resolve_run_dir(composed.cfg, "label")
         plan = [
             ProcessSpec(role=f"toy{i}" if i else "toy", replica=0, node=0, gpus=(), argv=(sys.executable, "-c", code, str(folder / "run")))
             for i, code in enumerate(codes)
@@ -92,9 +92,7 @@ class Job:
         return [line for line in path.read_text().splitlines() if not line.startswith("srun")] if path.exists() else []
 
     def status(self) -> Status:
-        status = read_status(self.paths)
-        assert status is not None
-        return status
+        return read_status(self.paths)
 
 
 def checkpoint(paths: RunPaths, step: int) -> Path:

@@ -16,10 +16,10 @@ import pytest
 from slurm_job import ROOT, slurm
 
 from rlx.config.load import compose
-from rlx.launch.follow import follow
 from rlx.launch.slurm import submit
-from rlx.plan.record import ProcessSpec
-from rlx.runs.claim import create, settle
+from rlx.launch.wait_for_job import follow
+from rlx.plan.process_spec import ProcessSpec
+from rlx.runs.run_dir import create, resolve_run_dir
 from rlx.runs.status import read_status
 
 pytestmark = [pytest.mark.slurm, pytest.mark.long, pytest.mark.stand_in]
@@ -72,7 +72,7 @@ def test_a_job_whose_node_dies_for_good_goes_on_on_others(impatient: None, tmp_p
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     cfg = compose(["launcher=slurm", "slurm=dev", "hardware=cpu_3nodes", "run.name=run"], {}).cfg
     plan = [ProcessSpec(role=f"role{node}", replica=0, node=node, gpus=(), argv=(sys.executable, "-c", ROLE)) for node in range(3)]
-    cfg = replace(settle(cfg, "label"), slurm=replace(cfg.slurm, memory_gb=0.5))
+    cfg = replace(resolve_run_dir(cfg, "label"), slurm=replace(cfg.slurm, memory_gb=0.5))
     paths, lock = create(cfg, [], plan)
     lock.close()
     (job,) = submit([(paths, cfg)], "run", paths.root / ".submitit")
@@ -94,7 +94,6 @@ def test_a_job_whose_node_dies_for_good_goes_on_on_others(impatient: None, tmp_p
     finally:
         subprocess.run(["scancel", job], check=False)
     status = read_status(paths)
-    assert status is not None
     assert (status.state, status.attempt, status.job) == ("completed", 1, job)
     assert ("node3 does not answer, which may be why" in paths.log(0, "launcher").read_text()) == fails
     said = [paths.log(1, spec.name).read_text() for spec in plan]

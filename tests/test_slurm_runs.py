@@ -16,10 +16,10 @@ import pytest
 from slurm_job import ROOT, SlurmJob, slurm, train
 
 from rlx.config.load import compose
-from rlx.launch.follow import follow
 from rlx.launch.slurm import submit as submit_runs
-from rlx.plan.record import ProcessSpec
-from rlx.runs.claim import create, settle
+from rlx.launch.wait_for_job import follow
+from rlx.plan.process_spec import ProcessSpec
+from rlx.runs.run_dir import create, resolve_run_dir
 
 pytestmark = [pytest.mark.slurm, pytest.mark.stand_in]
 LONG = ("orchestrator.batch_size=64", "max_steps=100000")
@@ -154,7 +154,7 @@ def test_processes_see_the_gpus_that_the_plan_gives_them_of_those_that_slurm_gav
     # Another job holds the node's first GPU, so this job's GPUs are not 0 and 1.
     other = slurm("sbatch", "--parsable", "--gres=gpu:1", "--nodelist=node4", "--output=/dev/null", "--wrap=sleep 3600").strip()
     try:
-        cfg = replace(settle(cfg, "label"), slurm=replace(cfg.slurm, options={"nodelist": "node4"}))
+        cfg = replace(resolve_run_dir(cfg, "label"), slurm=replace(cfg.slurm, options={"nodelist": "node4"}))
         paths, lock = create(cfg, [], plan)
         lock.close()
         (job,) = submit_runs([(paths, cfg)], "run", paths.root / ".submitit")

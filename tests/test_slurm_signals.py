@@ -14,12 +14,12 @@ import pytest
 from slurm_job import ROOT, slurm
 
 from rlx.config.load import compose
-from rlx.launch.follow import follow
 from rlx.launch.slurm import submit
+from rlx.launch.wait_for_job import follow
 from rlx.paths import RunPaths
-from rlx.plan.record import ProcessSpec
-from rlx.runs.claim import create, settle
+from rlx.plan.process_spec import ProcessSpec
 from rlx.runs.jobs import queue
+from rlx.runs.run_dir import create, resolve_run_dir
 from rlx.runs.status import Status, read_status
 
 pytestmark = [pytest.mark.slurm, pytest.mark.stand_in]
@@ -56,7 +56,7 @@ class Toys:
         self.count = len(codes)
         slurm_options = options.pop("slurm", {})
         cfg = compose(["launcher=slurm", "slurm=dev", "hardware=cpu", "run.name=run"], {}).cfg
-        cfg = settle(cfg, "label")
+        cfg = resolve_run_dir(cfg, "label")
         cfg = replace(
             cfg,
             hardware=replace(cfg.hardware, nodes=len(codes)),
@@ -72,9 +72,7 @@ class Toys:
         (self.id,) = submit([(self.paths, cfg)], "run", self.paths.root / ".submitit")
 
     def status(self) -> Status:
-        status = read_status(self.paths)
-        assert status is not None
-        return status
+        return read_status(self.paths)
 
     def log(self, attempt: int, name: str = "launcher") -> str:
         path = self.paths.log(attempt, name)
@@ -201,7 +199,6 @@ def test_a_process_that_ignores_every_request_is_killed_on_its_node(job):
     assert follow(toys.paths, toys.id) == 1
     assert "killing toy_1: still running 1 s after SIGTERM" in toys.log(0)
     cause = toys.status().cause
-    assert cause is not None
     assert (cause.replica, cause.returncode) == (0, 3)
     toys.until(lambda: state_of(toys.id) == "FAILED")
 

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import zstandard
 from given_away import give_away
 
 from rlx.cli import main
-from rlx.config.errors import ConfigError
+from rlx.config.errors import ConfigError, may_read
 from rlx.config.load import compose, load_command, to_yaml
 from rlx.config.roots import EVAL
+from rlx.config.strangers import executing
 from rlx.metrics import MetricsWriter
 from rlx.paths import COMPLETE, RunPaths
 from rlx.runs.replay_setup import other_objective
@@ -74,6 +79,18 @@ def test_a_step_of_another_users_run_is_not_replayed_with_its_own_loss(theirs: P
     assert not Path("executed").exists()
 
 
+@pytest.mark.parametrize(
+    ("node", "wrong"),
+    [
+        ({"_target_": "torch.optim.AdamW", "lr": 0.1}, None),
+        ({"_target_": "torch.hub.load", "repo_or_dir": "theirs/code"}, "optim._target_"),
+        ({"_target_": "torch.optim.AdamW", "lr": {"_target_": "evil.rate"}}, "optim.lr._target_"),
+    ],
+)
+def test_targets_that_may_do_anything_are_known_wherever_they_are_in_a_node(node: dict[str, Any], wrong: str | None) -> None:
+    assert [".".join(key) for key, _ in executing({"optim": node})] == ([wrong] if wrong else [])
+
+
 def test_a_configuration_that_hydra_would_read_otherwise_is_not_composed_again(theirs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (theirs / "config.yaml").read_text().replace("evil.grpo", "rlx.losses.grpo.grpo")
     lines = [line for line in text.splitlines() if not line.startswith("#")]
@@ -92,7 +109,7 @@ def test_a_configuration_that_hydra_would_read_otherwise_is_not_composed_again(t
 def test_rollouts_that_would_fill_the_memory_or_the_stack_are_refused(
     theirs: Path, kind: str, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("rlx.rollout.lines.LONGEST", 1 << 20)
+    monkeypatch.setattr("rlx.rollout.lines.MAX_LINE_BYTES", 1 << 20)
     content = (
         b"a" * (1 << 24) if kind == "a line without end" else b'{"env":"math","reward":1.0,"prompt":' + b"[" * 100_000 + b"]" * 100_000
     )
@@ -104,3 +121,55 @@ def test_rollouts_that_would_fill_the_memory_or_the_stack_are_refused(
     assert "Traceback" not in out + err
     text = out + err + (theirs / "report.html").read_text() if command.startswith("report") else out + err
     assert any(words in text for words in ("is no rollout", "no rollout is that long", "nested too deeply"))
+
+
+def pipe(file: Path) -> None:
+    file.parent.mkdir(exist_ok=True)
+    file.unlink(missing_ok=True)
+    os.mkfifo(file)
+
+
+def endless(file: Path) -> None:
+    file.unlink(missing_ok=True)
+    file.symlink_to("/dev/zero")
+
+
+def huge(file: Path) -> None:
+    with file.open("wb") as opened:
+        opened.truncate(8 << 30)
+
+
+def deep(file: Path) -> None:
+    file.write_text('{"step":0,"source":"trainer","time":1,"value":' + "[" * 100_000 + "]" * 100_000 + "}\n")
+
+
+LOOK = f"""import resource, sys
+from rlx.cli import main
+resource.setrlimit(resource.RLIMIT_AS, ({8 << 30},) * 2)
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        *((make, name) for make in (pipe, endless, huge, deep) for name in ("status.json", "metrics.jsonl")),
+        *((make, "config.yaml") for make in (endless, deep)),
+        *((pipe, name) for name in ("rollouts/step_000000.jsonl.zst", "heartbeats/trainer.json", "failures.json", "updates.jsonl")),
+    ],
+)
+def test_a_file_that_has_no_end_or_is_nested_without_end_holds_up_no_command_that_looks(theirs: Path, make: Any, name: str) -> None:
+    make(theirs / name)
+    for command in ("report theirs", "runs ."):
+        done = subprocess.run([sys.executable, "-c", LOOK, *command.split()], capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode in (0, 1, 2)
+        assert "Traceback" not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(("name", "read"), [("step_000012.jsonl.zst", True), ("metrics.jsonl", True), ("provenance.json", False)])
+def test_only_what_is_read_whole_has_a_bound(tmp_path: Path, name: str, read: bool) -> None:
+    """Rollouts of a step with their tokens may well have hundreds of MiB."""
+    with (tmp_path / name).open("wb") as file:
+        file.truncate(200 << 20)
+    with nullcontext() if read else pytest.raises(ConfigError, match="more than 64 MiB"), may_read(tmp_path / name):
+        pass

@@ -16,10 +16,10 @@ from rlx.cli import main, sweep
 from rlx.cli.commands import TRAIN
 from rlx.config.errors import ConfigError
 from rlx.config.load import compose
-from rlx.config.shipped import conf_directory, shipped_groups
+from rlx.config.presets import conf_directory, shipped_groups
 from rlx.config.sweeps import element_name, expand, is_sweep
 from rlx.metrics import read_metrics
-from rlx.plan.record import ProcessSpec
+from rlx.plan.process_spec import ProcessSpec
 from rlx.runs.status import read_status
 from rlx.train.trial import check_built
 
@@ -223,7 +223,6 @@ sys.exit(main(["train", "-m", "seed=9,8", "max_steps=3", "run.dir={toys}"]))
     out, _ = pool.communicate(timeout=600)
     assert pool.returncode == 130
     status = read_status(sweep_paths(toys / "seed=9"))
-    assert status is not None
     assert status.state == "interrupted"
     assert not (toys / "seed=8" / "ran").exists()
     assert "seed=9" in out
@@ -263,7 +262,7 @@ def test_runs_of_several_sizes_share_no_gpus(toys: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(launch_sweep.subprocess, "Popen", Child)
     monkeypatch.setattr(launch_sweep, "row_of", lambda _: ["completed"])
-    monkeypatch.setattr(launch_sweep, "POLL", 0.0)
+    monkeypatch.setattr(launch_sweep, "POLL_SECONDS", 0.0)
     elements = sweep.checked(expand(["-m", "seed=1,2", "hardware=gpu4,gpu2", "dry_run=true"], {}).elements, toys, TRAIN)
     launch_sweep.run_pool(elements, 2, [str(gpu) for gpu in range(8)], lambda _: None)
     assert sorted(len(gpus) for gpus, _ in runs) == [2, 2, 4, 4]

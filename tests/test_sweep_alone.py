@@ -93,7 +93,6 @@ def test_a_run_that_was_stopped_after_its_last_checkpoint_does_not_stop_the_swee
     assert elements[0].state == "again"
     sweep.release(sweep.make_directories(elements[:1]))
     start = folders.read_start(stopped)
-    assert start is not None
     assert start.step == 2 == elements[0].cfg.max_steps
 
 
@@ -112,7 +111,6 @@ def test_a_run_of_the_pool_that_cannot_go_on_says_so_in_its_status(toys: Path, c
     damage(one)
     assert sweep.run_element(str(one.paths.root)) == 1
     status = read_status(one.paths)
-    assert status is not None
     assert status.cause is not None
     assert (status.state, status.exit_code, status.attempt) == ("failed", 1, 0)
     assert "every checkpoint of" in status.cause.reason
@@ -143,7 +141,7 @@ def test_a_sweep_that_is_resumed_asks_slurm_once_for_all_its_runs(toys: Path, mo
 def test_a_silent_controller_is_an_error_in_words(toys: Path, monkeypatch: pytest.MonkeyPatch):
     elements = prepared(toys)
     sweep.release(sweep.make_directories(elements))
-    monkeypatch.setattr("rlx.runs.claim.queue", unanswered)
+    monkeypatch.setattr("rlx.runs.run_dir.queue", unanswered)
     for number, each in enumerate(elements):
         note_job(each.paths, f"12_{number}")
         each.job = f"12_{number}"

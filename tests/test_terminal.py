@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rlx.cli import main
-from rlx.cli.panes import _text, session_of
+from rlx.cli.tmux import _text, session_of
 from rlx.config.load import compose, to_yaml
 from rlx.heartbeat import Heartbeat
 from rlx.metrics import MetricsWriter
@@ -89,3 +89,16 @@ def test_a_locale_that_is_not_utf8_changes_nothing(tmp_path: Path, command: list
     assert "prompts × " in done.stdout.decode()
     assert (tmp_path / "läufe" / "config.yaml").exists()
     assert Run(tmp_path / "läufe").config is not None
+
+
+@pytest.mark.parametrize("coding", ["ascii", "latin-1:strict"])
+def test_output_never_raises(tmp_path: Path, coding: str) -> None:
+    """Whatever encoding the output has been given; a character that it lacks is shown by its number."""
+    root = Path(__file__).resolve().parents[1]
+    environment = {**os.environ, "PYTHONIOENCODING": coding, "PYTHONPATH": str(root)}
+    keys = ["dry_run=true", "env=sums", "run.dir='✓ läufe'", "launcher.check_envs=false"]
+    command = [sys.executable, "-m", "rlx.cli", "train", *keys]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr.decode("latin-1")
+    assert b"\\u2713 l" in done.stdout
+    assert Run(tmp_path / "✓ läufe").config is not None

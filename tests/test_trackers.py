@@ -1,4 +1,4 @@
-"""MLflow and Trackio as their libraries are called, with stand-ins for these, and the page for Prometheus."""
+"""MLflow and Trackio as their libraries are called, with stand-ins for these, the page for Prometheus, and which role forwards."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ import pytest
 from test_tracking_services import run_tracker, write_metrics
 
 from rlx.config.load import compose
+from rlx.config.roots import SFT, TRAIN, Root
 from rlx.metrics import MetricsWriter
+from rlx.parallel.rendezvous import Place
 from rlx.paths import RunPaths
-from rlx.tracking import open_tracker
+from rlx.tracking import open_tracker, tracks
 
 
 class StandIn:
@@ -91,3 +93,25 @@ def test_prometheus_gets_the_newest_values_with_the_runs_key_alone(tmp_path: Pat
         urllib.request.urlopen(asked, timeout=10).close()
         tracker.close()
     assert not file.exists()
+
+
+@pytest.mark.parametrize(
+    ("root", "keys", "role"),
+    [
+        (TRAIN, [], "orchestrator"),
+        (TRAIN, ["replay=x"], "trainer"),
+        (TRAIN, ["bench=true"], "trainer"),
+        (SFT, ["data=fake"], "trainer"),
+        (SFT, ["data=fake", "bench=true"], "trainer"),
+        (SFT, ["data=fake", "env=reverse_text", "eval.interval=5"], "evaluator"),
+    ],
+)
+def test_one_role_forwards_the_metrics_of_all(root: Root, keys: list[str], role: str) -> None:
+    cfg = compose([*keys, "dry_run=true"], {}, root).cfg
+    assert [name for name in ("orchestrator", "evaluator", "trainer", "trainer_1") if tracks(cfg, name)] == [role]
+
+
+def test_of_the_trainers_ranks_the_first_forwards() -> None:
+    cfg = compose(["data=fake", "dry_run=true"], {}, SFT).cfg
+    places = [Place.of({"RANK": str(rank), "WORLD_SIZE": "2"}) for rank in (0, 1)]
+    assert [tracks(cfg, place.name) for place in places] == [True, False]

@@ -7,6 +7,8 @@ import os
 import struct
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,15 +16,14 @@ from typing import Any
 import pytest
 
 from rlx.config.load import compose
-from rlx.config.roots import SFT, TRAIN, Root
 from rlx.config.schema import Config, TensorboardConfig, WandbConfig
-from rlx.metrics import MetricsWriter
-from rlx.parallel.rendezvous import Place
+from rlx.config.schema_launch import MlflowConfig
+from rlx.metrics import METRICS, MetricsWriter
 from rlx.paths import RunPaths
+from rlx.polling import wait_for
 from rlx.runs.rewind import trim_metrics
-from rlx.trackers import Progress, _cell
-from rlx.tracking import Tracker, open_tracker, tracked, tracks
-from rlx.waiting import wait_for
+from rlx.trackers import FIRST, ForwardProgress, _cell
+from rlx.tracking import Tracker, open_tracker, tracked
 
 RECORD = {
     "env": "e",
@@ -140,28 +141,6 @@ def test_a_role_forwards_while_it_works_and_the_rest_at_its_end(tmp_path: Path, 
     assert sink.closed
 
 
-@pytest.mark.parametrize(
-    ("root", "keys", "role"),
-    [
-        (TRAIN, [], "orchestrator"),
-        (TRAIN, ["replay=x"], "trainer"),
-        (TRAIN, ["bench=true"], "trainer"),
-        (SFT, ["data=fake"], "trainer"),
-        (SFT, ["data=fake", "bench=true"], "trainer"),
-        (SFT, ["data=fake", "env=reverse_text", "eval.interval=5"], "evaluator"),
-    ],
-)
-def test_one_role_forwards_the_metrics_of_all(root: Root, keys: list[str], role: str) -> None:
-    cfg = compose([*keys, "dry_run=true"], {}, root).cfg
-    assert [name for name in ("orchestrator", "evaluator", "trainer", "trainer_1") if tracks(cfg, name)] == [role]
-
-
-def test_of_the_trainers_ranks_the_first_forwards() -> None:
-    cfg = compose(["data=fake", "dry_run=true"], {}, SFT).cfg
-    places = [Place.of({"RANK": str(rank), "WORLD_SIZE": "2"}) for rank in (0, 1)]
-    assert [tracks(cfg, place.name) for place in places] == [True, False]
-
-
 def test_the_next_attempt_forwards_what_the_one_before_it_could_not(tmp_path: Path) -> None:
     paths, first, second = RunPaths(tmp_path), Recorder(), Recorder()
     write_metrics(paths)
@@ -193,11 +172,11 @@ def test_a_run_that_goes_back_to_a_checkpoint_forwards_what_follows_it_again_and
 
 def test_all_attempts_of_a_run_are_one_run_at_wandb_and_another_run_is_not(tmp_path: Path) -> None:
     here, fork = RunPaths(tmp_path / "run"), RunPaths(tmp_path / "fork")
-    identity = Progress(here).identity("wandb")
-    Progress(here).forwarded("wandb", 12)
-    assert Progress(here).identity("wandb") == identity
-    assert Progress(here).offset("wandb") == 12
-    assert Progress(fork).identity("wandb") != identity
+    identity = ForwardProgress(here).identity("wandb")
+    ForwardProgress(here).forwarded("wandb", 12)
+    assert ForwardProgress(here).identity("wandb") == identity
+    assert ForwardProgress(here).offset("wandb") == 12
+    assert ForwardProgress(fork).identity("wandb") != identity
 
 
 def test_samples_are_forwarded_every_interval_steps_and_no_more_than_wanted(tmp_path: Path) -> None:
@@ -261,12 +240,17 @@ def test_tensorboard_forgets_what_an_attempt_sent_before_it_went_back_to_a_check
     events = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("loss/total")] == [(0, 0.0), (1, 1.0), (2, 12.0), (3, 13.0)]
-    assert Progress(paths).rewound("tensorboard") is None, "only once"
+    assert ForwardProgress(paths).rewound("tensorboard") is None, "only once"
 
 
 def test_samples_show_what_the_model_thought() -> None:
     thought = {"role": "assistant", "content": "", "reasoning_content": "Let me think"}
     assert _cell([thought]) == "assistant: Let me think"
+
+
+def test_what_wandb_shows_first_are_metrics_that_exist() -> None:
+    names = {f"trainer/{name}" if name.startswith(("time/", "perf/")) else name.replace("<n>", "4") for name in METRICS}
+    assert len([name for name in names if FIRST.fullmatch(name)]) == 12, "as many as FIRST has alternatives"
 
 
 @pytest.mark.slow
@@ -296,6 +280,13 @@ def test_wandb_offline_leaves_a_run_that_holds_metrics_samples_and_configuration
             history.append({(item.key or "/".join(item.nested_key)): json.loads(item.value_json) for item in items})
     rewards = [(row["step"], row["reward/mean"]) for row in history if "reward/mean" in row]
     assert rewards == [(0, 0.25), (1, 1.25)]
+    first = [{name: row[name] for name in row if "/" not in name and not name.startswith("_") and name != "step"} for row in history]
+    assert [row for row in first if row] == [  # W&B's section "Charts"
+        {"reward_mean": 0.25},
+        {"trainer_time_step": 3.0},
+        {"reward_mean": 1.25},
+        {"trainer_time_step": 3.0},
+    ]
     assert any("rollouts" in key for row in history for key in row)
     (row,) = [row for row in history if "distribution/reward/values" in row]
     counts = row["distribution/reward/values"]
@@ -303,7 +294,7 @@ def test_wandb_offline_leaves_a_run_that_holds_metrics_samples_and_configuration
     assert {"distribution/advantage/bins", "distribution/completion_length/bins"} <= row.keys()
     assert b"my-run" in text
     assert b"max_async_level" in text
-    assert file.name == f"run-{Progress(RunPaths(tmp_path / 'my-run')).identity('wandb')}.wandb"
+    assert file.name == f"run-{ForwardProgress(RunPaths(tmp_path / 'my-run')).identity('wandb')}.wandb"
     assert [(given["group"], given["tags"], given["job_type"]) for given in asked] == [("losses", ["first"], "train")]
     assert [given["resume"] for given in asked] == ["allow"], "a later attempt goes on with the run of this id instead of replacing it"
     assert not any(b"hidden-key" in path.read_bytes() for path in (tmp_path / "my-run").rglob("*") if path.is_file())
@@ -359,13 +350,53 @@ def test_a_tracker_that_is_killed_ends_nothing_and_is_named_once(tmp_path: Path,
 def test_a_service_that_cannot_begin_leaves_the_run_to_its_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    wandb = pytest.importorskip("wandb")
-
-    def refuse(**_: Any) -> None:
-        raise PermissionError(13, "Permission denied", "settings")
-
-    monkeypatch.setattr(wandb, "init", refuse)
+    monkeypatch.setattr(pytest.importorskip("wandb"), "init", lambda **_: os.mkdir("/dev/null/settings"))
     config = Config(max_steps=2)
     config.logger.wandb = WandbConfig(mode="offline")
     assert open_tracker(config, RunPaths(tmp_path)) is None
-    assert "wandb cannot be used, so the run's metrics are in its files only: PermissionError" in caplog.text
+    assert "wandb cannot be used, so the run's metrics are in its files only: NotADirectoryError" in caplog.text
+
+
+@pytest.mark.parametrize("where", ["scalars", "rollouts", "close"])
+def test_a_service_that_never_answers_holds_up_neither_a_step_nor_the_end(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("PATIENCE", "PATIENCE_AT_ENDS"):
+        monkeypatch.setattr(f"rlx.tracking.{name}", 0.2)
+    paths, silent, other = RunPaths(tmp_path), Recorder(), Recorder()
+    silent.name = "silent"
+    monkeypatch.setattr(silent, where, lambda *_: threading.Event().wait())
+    monkeypatch.setattr("rlx.tracking.open_tracker", lambda *_: Tracker(paths, [silent, other]))
+    write_metrics(paths)
+    with tracked(compose(["replay=x", "dry_run=true"], {}).cfg, paths, "trainer") as tracker:
+        assert tracker is not None
+        tracker.rollouts(0, [RECORD])
+        tracker.forward()
+    assert (len(other.seen), len(other.tables), other.closed) == (4, 1, True)
+    assert caplog.text.count("silent failed, and gets no more metrics in this attempt (TimeoutError: no answer in 0.2 s)") == 1
+
+
+def test_a_slow_service_gets_all_that_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """After a resume, the records of thousands of steps: the time is that of one call."""
+    monkeypatch.setattr("rlx.tracking.PATIENCE", 0.5)
+    paths, slow = RunPaths(tmp_path), Recorder()
+    take = slow.scalars
+    monkeypatch.setattr(slow, "scalars", lambda *values: (time.sleep(0.2), take(*values))[-1])
+    write_metrics(paths)
+    Tracker(paths, [slow]).forward()
+    assert (len(slow.seen), caplog.text) == (4, "")
+
+
+def test_a_service_that_never_answers_at_the_start_or_ends_the_program_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("rlx.tracking.PATIENCE_AT_ENDS", 0.2)
+    monkeypatch.setattr("rlx.tracking.Wandb", lambda *_: threading.Event().wait())
+    monkeypatch.setattr("rlx.tracking.Mlflow", lambda *_: sys.exit(1))
+    config = Config(max_steps=2)
+    config.logger.wandb, config.logger.mlflow = WandbConfig(mode="offline"), MlflowConfig()
+    assert open_tracker(config, RunPaths(tmp_path)) is None
+    assert "wandb cannot be used, so the run's metrics are in its files only: TimeoutError: no answer in 0.2 s" in caplog.text
+    assert "mlflow cannot be used, so the run's metrics are in its files only: SystemExit: 1" in caplog.text

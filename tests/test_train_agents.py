@@ -24,7 +24,7 @@ from recorded import recorded_samples
 from test_orchestrator_run import StandInServers, config_of
 from trainer_examples import make_model
 
-from rlx.concurrent import first_failure
+from rlx.aio import first_failure
 from rlx.config.schema import LossTerms, TrainedEnvConfig
 from rlx.data.packing import pack
 from rlx.data.source import OrchestratorSource

@@ -31,9 +31,9 @@ from rlx.parallel.mesh import one_process
 from rlx.paths import COMPLETE, RunPaths
 from rlx.plan.make import make_plan
 from rlx.rollout.record import record_batch
-from rlx.runs.claim import create
+from rlx.runs.run_dir import create
 from rlx.train.build import build
-from rlx.train.checkpoint import Progress, Saver
+from rlx.train.checkpoint import Saver, TrainerProgress
 from rlx.train.compare import Begin, Measured, compare, cosine, in_one_process
 from rlx.types import TrainingSample
 from rlx.weights.shapes import digest_of
@@ -183,7 +183,7 @@ def test_adapters_of_a_run_in_bfloat16_are_compared_from_a_checkpoint_and_withou
     arguments = ["max_steps=2", "lora.rank=4", "lora.dropout=0.5", "model.dtype=bfloat16", "trainer.optimization_dtype=bfloat16"]
     cfg, paths, initial = compose(arguments, {}).cfg, RunPaths(tmp_path / "run"), str(tmp_path / "initial")
     trainer = build(cfg, initial, one_process("cpu"), lambda _: nullcontext())
-    Saver(trainer, digest_of).save(tmp_path / "saved", Progress(0, 0))
+    Saver(trainer, digest_of).save(tmp_path / "saved", TrainerProgress(0, 0))
     record_batch(paths.recorded_of(0), step_batch(0, [[replace(sample, env="reverse_text") for sample in make_samples()]]))
     found = compare(cfg, cfg, paths, Begin(model=initial, step=0, checkpoint=tmp_path / "saved"), 0)
     assert found.cosines == [pytest.approx(1.0)]

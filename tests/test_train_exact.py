@@ -24,7 +24,7 @@ from rlx.models.load import load_policy
 from rlx.models.shard import _placement_of_exact
 from rlx.parallel.mesh import Mesh, join, one_process
 from rlx.paths import RunPaths
-from rlx.train.checkpoint import Progress, Saver, load
+from rlx.train.checkpoint import Saver, TrainerProgress, load
 from rlx.train.muon import Muon, groups_of
 from rlx.train.step import PolicyTrainer
 from rlx.weights.publish import Publisher
@@ -97,7 +97,7 @@ def work(rank: int, folder: str) -> None:
         if case in ("mixed", "parameters"):
             paths = RunPaths(Path(folder) / f"run_{case}")
             Publisher.of(trainer.model, mesh, paths, source=f"{folder}/model", dtype=torch.bfloat16).ensure(1)
-            Saver(trainer, digest_of).save(Path(folder) / f"checkpoint_{case}", Progress(step=1, updates=1)).files()
+            Saver(trainer, digest_of).save(Path(folder) / f"checkpoint_{case}", TrainerProgress(step=1, updates=1)).files()
             mesh.barrier()
         torch.save(found, f"{folder}/{case}_{rank}.pt")
         mesh.close()

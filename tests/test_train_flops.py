@@ -108,7 +108,7 @@ def test_the_peak_of_memory_is_that_of_the_rank_that_has_the_highest(monkeypatch
     meter = Meter(trainer.model, trainer.mesh)
     alone = meter.measure(step_batch(0, [make_samples()]), 1.0, 1)
     assert alone["perf/peak_memory_rank"] == 0
-    monkeypatch.setattr(Mesh, "each", lambda self, own: [own, own + 2, own + 1])
+    monkeypatch.setattr(Mesh, "all_gather_float", lambda self, own: [own, own + 2, own + 1])
     found = meter.measure(step_batch(0, [make_samples()]), 1.0, 1)
     assert found["perf/peak_memory_rank"] == 1
     assert found["perf/peak_memory_gb"] == pytest.approx(alone["perf/peak_memory_gb"] + 2, abs=0.1)

@@ -1,8 +1,10 @@
-"""The packed forward of Hugging Face models equals the model's own, for every architecture and layout."""
+"""Packed rows of every architecture have the log-probabilities and gradients of samples alone; other models are refused."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,10 +31,11 @@ from transformers.models.qwen3_next import Qwen3NextConfig
 
 from rlx.data.packing import pack
 from rlx.kernels.logprob import logprob
+from rlx.models.attention import NAME
 from rlx.models.layout import build_layout
 from rlx.models.load import check_packed_forward
 from rlx.models.policy import PolicyModel
-from rlx.parallel.row import Axis, Row
+from rlx.parallel.row import Axis, SequenceParallelGroup
 from rlx.types import MicroBatch, TrainingSample
 
 pytestmark = pytest.mark.slow
@@ -142,12 +145,12 @@ def test_a_common_prompt_is_computed_once_and_nothing_behind_the_last_trainable_
         mask[start + 9 : end - 2] = True  # labels up to the last token but one, so the last two inputs are not needed
     layout = build_layout(ids, boundaries, mask, "shared", "cpu")
     assert layout.num_tokens == 10 + sum(n - 2 for n in (4, 6, 5))
-    assert (layout.where[mask] >= 0).all()
+    assert (layout.token_index[mask] >= 0).all()
     computed = layout.token_ids[0].numpy()
-    needed = layout.where >= 0
-    assert (computed[layout.where[needed]] == ids[needed]).all()
+    needed = layout.token_index >= 0
+    assert (computed[layout.token_index[needed]] == ids[needed]).all()
     positions = np.concatenate([np.arange(len(s)) for s in samples])
-    assert (layout.position_ids[0].numpy()[layout.where[needed]] == positions[needed]).all()
+    assert (layout.position_ids[0].numpy()[layout.token_index[needed]] == positions[needed]).all()
 
 
 def computed(samples: list[list[int]]) -> tuple[int, bool]:
@@ -193,8 +196,8 @@ def test_layouts_of_random_trees_attend_to_the_right_tokens(seed):
     assert sorted(seen) == list(range(layout.num_tokens))
     for start, end in itertools.pairwise(boundaries):
         for t in range(start, end):
-            if layout.where[t] >= 0:
-                assert seen[int(layout.where[t])] == set(layout.where[start : t + 1].tolist())
+            if layout.token_index[t] >= 0:
+                assert seen[int(layout.token_index[t])] == set(layout.token_index[start : t + 1].tolist())
 
 
 def test_a_model_whose_packed_forward_is_wrong_is_refused():
@@ -231,4 +234,64 @@ def test_rows_of_a_model_that_mixes_tokens_outside_attention_are_not_cut():
     _, keys = ARCHITECTURES["qwen3_next_recurrent"]
     hf = make_model(Qwen3NextConfig, **keys)
     with pytest.raises(ValueError, match=r"trainer\.cp=2 cuts .* Qwen3NextForCausalLM need whole sequences \(linear_attention\); "):
-        PolicyModel(hf, row=Row(Axis(None, 0, 2), context=Axis(None, 0, 2)))
+        PolicyModel(hf, row=SequenceParallelGroup(Axis(None, 0, 2), context=Axis(None, 0, 2)))
+
+
+FAMILIES: dict[str, tuple[type, dict[str, Any]]] = {
+    "gpt_oss": (GptOssConfig, {"num_local_experts": 8, "num_experts_per_tok": 2, "num_hidden_layers": 4}),
+    "qwen3_moe": (Qwen3MoeConfig, {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_hidden_layers": 4}),
+    "deepseek_v3": (
+        DeepseekV3Config,
+        {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 0, "head_dim": 4,
+         "moe_intermediate_size": 16, "num_key_value_heads": 4, "num_hidden_layers": 4, "kv_lora_rank": 8, "q_lora_rank": None,
+         "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8},
+    ),
+}  # fmt: skip
+
+
+def made(name: str, seed: int, dtype: torch.dtype) -> PolicyModel:
+    config, keys = FAMILIES[name]
+    return PolicyModel(make_model(config, seed=seed, **keys).to(dtype))
+
+
+def refused(model: PolicyModel) -> bool:
+    try:
+        check_packed_forward(model)
+    except ValueError as error:
+        return "its packed forward differs from its own" in str(error)
+    return False
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_experts_that_rounding_chooses_are_no_error(name: str) -> None:
+    assert [seed for seed in range(24) if refused(made(name, seed, torch.bfloat16))] == []
+
+
+def negated(module: Any, inputs: Any, output: Any) -> Any:
+    return (-output[0], *output[1:]) if isinstance(output, tuple) else -output
+
+
+def other_experts(module: Any, inputs: Any) -> Any:
+    return (-inputs[0], *inputs[1:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("part", ["attention", "experts", "router", "head"])
+def test_a_wrong_packed_forward_is_still_refused(name: str, part: str, dtype: torch.dtype) -> None:
+    for seed in range(3):
+        model = made(name, seed, dtype)
+
+        def when_packed(change: Callable[..., Any], config: Any = model.hf.config) -> Callable[..., Any]:
+            return lambda module, *given: change(module, *given) if config._attn_implementation == NAME else None
+
+        for layer in model.layers:  # one alone may change less than the tolerance of 16 bits
+            if part == "attention":
+                layer.self_attn.o_proj.register_forward_hook(when_packed(negated))
+            elif part == "experts":
+                layer.mlp.experts.register_forward_hook(when_packed(negated))
+            elif part == "router":
+                getattr(layer.mlp, "router" if name == "gpt_oss" else "gate").register_forward_pre_hook(when_packed(other_experts))
+        if part == "head":
+            model.logit_scale = 0.5
+        assert refused(model), seed

@@ -21,7 +21,7 @@ from rlx.models.load import load_policy
 from rlx.models.tiny import build_tokenizer
 from rlx.parallel.mesh import Mesh, join, one_process
 from rlx.paths import RunPaths
-from rlx.shared.member import Member
+from rlx.shared.member import HostedRun
 from rlx.train.build import build, policy_of
 from rlx.train.muon import Muon, groups_of
 from rlx.train.offload import CPUOffloadOptimizer, _copied
@@ -159,7 +159,7 @@ def test_an_optimizer_that_changes_its_groups_is_refused() -> None:
 
 def test_the_key_reaches_the_optimizer_also_of_a_run_in_a_shared_trainer(model: str, tmp_path: Path) -> None:
     mesh, adapters = one_process("cpu"), ["lora.rank=4", "seq_len=60", "sampling.max_tokens=32"]
-    run = compose([*adapters, "trainer.shared=/outputs/host"], {}).cfg
+    run = compose([*adapters, "trainer.shared_trainer_dir=/outputs/host"], {}).cfg
     paths = RunPaths(tmp_path / "run")
     paths.root.mkdir()
     paths.config.write_text(to_yaml(run))
@@ -170,5 +170,5 @@ def test_the_key_reaches_the_optimizer_also_of_a_run_in_a_shared_trainer(model: 
             cfg.trainer.optim_cpu_offload = offload  # a rule refuses it on a CPU
         assert isinstance(build(own, model, mesh, lambda _: nullcontext()).optimizer, CPUOffloadOptimizer) == offload
         shared = policy_of(host, model, mesh, lambda _: nullcontext())
-        member = Member(host, paths, "token", 0, shared, mesh, lambda: None)
+        member = HostedRun(host, paths, "token", 0, shared, mesh, lambda: None)
         assert isinstance(member.trainer.optimizer, CPUOffloadOptimizer) == offload

@@ -168,7 +168,7 @@ def test_samples_of_another_trainers_policy_are_not_taken_for_this_ones():
     for sample in samples:
         sample.versions[sample.loss_mask] = 2
     (mini_batch,) = pack(step_batch(2, [samples]), rank=0, ranks=1, tokens=1000).mini_batches
-    for trainer.own_samples in (True, False):
+    for trainer.sampled_by_this_run in (True, False):
         trainer.accumulate_gradients(mini_batch, step=2)
     assert [any(marks) for marks in seen] == [True, False]
 
@@ -286,7 +286,7 @@ def test_what_the_objective_does_not_consume_is_refused_before_anything_changes(
 def test_bounds_on_sequences_that_are_tighter_than_the_measured_mismatch_are_told_once():
     def told(function, versions: int, gap: float, own: bool = True, noise: float = math.inf, **terms) -> str | None:
         trainer = make_trainer(make_model(), function, "seq_mean", **terms)
-        trainer.own_samples, trainer.engine_noise = own, noise
+        trainer.sampled_by_this_run, trainer.engine_noise = own, noise
         (mini_batch,) = pack(step_batch(2, [make_samples()]), rank=0, ranks=1, tokens=10_000).mini_batches
         (row,) = mini_batch.micro_batches
         logp, _ = trainer.score(row)

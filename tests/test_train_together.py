@@ -16,7 +16,7 @@ from rlx.data.packing import pack, pack_together
 from rlx.losses.base import Objective
 from rlx.losses.grpo import grpo
 from rlx.losses.reinforce import reinforce
-from rlx.models.layout import Here, Stretch
+from rlx.models.layout import AdapterRouting, AdapterSpan
 from rlx.models.lora import AdaptedLinear, add_adapters, draw_adapters
 from rlx.models.policy import PolicyModel
 from rlx.models.slots import Slot
@@ -206,8 +206,8 @@ def test_a_stream_of_one_run_is_not_one_of_the_other():
 
 
 def test_a_layer_that_gets_some_of_the_tokens_only_is_named():
-    here = Here()
+    here = AdapterRouting()
     layer = AdaptedLinear(torch.nn.Linear(4, 4), LoraConfig(rank=2), torch.float32, 1, here)
-    here.stretches = (Stretch(0, 0, 6),)
+    here.stretches = (AdapterSpan(0, 0, 6),)
     with pytest.raises(ValueError, match=r"got 5 of 6 tokens .*lora.target_modules"):
         layer(torch.zeros(5, 4))

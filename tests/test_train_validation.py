@@ -32,14 +32,14 @@ def validated(folder: Path, *keys: str) -> tuple[SftRoot, dict]:
     rows = [{"prompt": "abc", "completion": word} for word in ANSWERS]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tiny.save(tiny.build_model(WarmStartConfig(hidden_size=32, num_hidden_layers=1), 128), tiny.build_tokenizer(128), folder / "model")
-    fixed = ["model=tiny_trained", f"model.name={folder}/model", "hardware=cpu", "data.refused=skip", "seq_len=48", "max_steps=1"]
+    fixed = ["model=tiny_trained", f"model.name={folder}/model", "hardware=cpu", "data.on_bad_row=skip", "seq_len=48", "max_steps=1"]
     names = [f"data.name={folder}/rows.jsonl", f"val.name={folder}/rows.jsonl", f"run.dir={folder}/run"]
     cfg = compose([*fixed, *names, *keys], {}, SFT).cfg
     paths, mesh = RunPaths(folder / "run"), one_process("cpu")
     paths.root.mkdir()
     watch = Watch(paths, "trainer", first=True, grace=1.0)
     trainer = build(cfg, str(folder / "model"), mesh, watch.working, resumes=False)
-    held_out = validation_rows(cfg, mesh, str(folder / "model"), watch.beat_on)
+    held_out = validation_rows(cfg, mesh, str(folder / "model"), watch.heartbeat)
     assert held_out is not None
     Validation(trainer, held_out, 64, sum, paths, watch).record(0)
     ((record, _),) = read_metrics(paths.metrics)
@@ -50,7 +50,7 @@ def validated(folder: Path, *keys: str) -> tuple[SftRoot, dict]:
     ("keys", "left_out", "said"),
     [
         ((), (2, 0, 1), "2 samples longer than seq_len, of the validation 1 rows that cannot be marked"),
-        (("data.overflow=truncate",), (0, 2, 1), "2 samples cut to seq_len, of the validation 1 rows that cannot be marked"),
+        (("data.on_too_long=truncate",), (0, 2, 1), "2 samples cut to seq_len, of the validation 1 rows that cannot be marked"),
     ],
 )
 def test_validation_rows_that_are_left_out_are_counted_and_said(
@@ -71,7 +71,7 @@ def test_validation_rows_that_are_left_out_are_counted_and_said(
 
 @pytest.mark.parametrize(("overflow", "kept"), [("drop", ("cba", "ab")), ("truncate", ("cba", "ab", LONG, LONG))])
 def test_the_validation_loss_is_the_mean_cross_entropy_of_the_kept_answers(tmp_path: Path, overflow: str, kept: tuple[str, ...]):
-    _, record = validated(tmp_path, f"data.overflow={overflow}", "model.dtype=float32")
+    _, record = validated(tmp_path, f"data.on_too_long={overflow}", "model.dtype=float32")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float64)
     losses = []

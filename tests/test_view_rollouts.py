@@ -18,7 +18,7 @@ from rlx.cli import main
 from rlx.config.errors import ConfigError
 from rlx.paths import RunPaths
 from rlx.rollout.eval_results import outcome_of, write_results
-from rlx.runs.rollouts import Rollouts, Row, same_example
+from rlx.runs.rollouts import RolloutRow, Rollouts, same_example
 from rlx.runs.selection import select, sort
 from rlx.runs.tokens import texts_of, tokens_of
 from rlx.trace import TraceBuilder
@@ -31,7 +31,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
 
 
 @pytest.fixture
-def rows(paths: RunPaths) -> list[Row]:
+def rows(paths: RunPaths) -> list[RolloutRow]:
     return Rollouts(paths.root).whole()
 
 
@@ -105,17 +105,17 @@ def test_odd_shapes_are_shown_as_they_are(tmp_path: Path, capsys: pytest.Capture
         ("turns=2 trained", 12),
     ],
 )
-def test_a_filter_keeps_what_meets_all_its_conditions(rows: list[Row], condition: str, count: int):
+def test_a_filter_keeps_what_meets_all_its_conditions(rows: list[RolloutRow], condition: str, count: int):
     assert len(select(rows, condition)) == count
 
 
 @pytest.mark.parametrize("condition", ["rewrad<1", "reward<x", "env", "env<3", "error=1", "reward~1"])
-def test_a_condition_that_cannot_be_meant_is_refused(rows: list[Row], condition: str):
+def test_a_condition_that_cannot_be_meant_is_refused(rows: list[RolloutRow], condition: str):
     with pytest.raises(ConfigError, match=f"'{condition}' is no condition. numbers: step"):
         select(rows, condition)
 
 
-def test_equal_rows_keep_their_order_and_rows_without_a_value_come_last(rows: list[Row]):
+def test_equal_rows_keep_their_order_and_rows_without_a_value_come_last(rows: list[RolloutRow]):
     found = sort(select(rows, "set=train"), "reward", descending=True)
     assert [row.reward for row in found] == sorted((row.reward for row in found), reverse=True)
     best = [row for row in found if row.reward == 1]
@@ -127,7 +127,7 @@ def test_equal_rows_keep_their_order_and_rows_without_a_value_come_last(rows: li
         sort(rows, "rewrad")
 
 
-def test_an_example_is_found_again_at_other_steps_of_the_same_kind(rows: list[Row]):
+def test_an_example_is_found_again_at_other_steps_of_the_same_kind(rows: list[RolloutRow]):
     (row,) = select(rows, "set=train example=7 step=1 member=1")
     assert [(one.step, one.member) for one in same_example(rows, row)] == [(s, m) for s in range(3) for m in (0, 1)]
     (row,) = select(rows, "set=eval example=1 step=0 member=1")

@@ -1,7 +1,8 @@
-"""Waits between processes: what does not count as waiting, and how a process says that it is busy."""
+"""Waits between processes: what does not count as waiting, how a process says that it is busy, and who waits for what."""
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import os
@@ -10,20 +11,26 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from policy_stand_in import load, tiny_chat
+from test_orchestrator_run import StandInServers, StandInTrainer, config_of
 
+from rlx.aio import first_failure
 from rlx.config.schema import Config
 from rlx.data.source import OrchestratorSource
-from rlx.envs.load import load_tokenizer
+from rlx.envs.load import give_policy, load_tokenizer
 from rlx.heartbeat import FETCHING, SILENT, WAITING_FOR_MODEL, AtWork, Heartbeat, read_heartbeats
 from rlx.inference.endpoints import read_endpoints
 from rlx.parallel.mesh import one_process
 from rlx.paths import RunPaths
+from rlx.polling import Pause, Preempted, WaitTimeout, wait_for
+from rlx.roles.orchestrator import Orchestrator
 from rlx.roles.prepare import follow
-from rlx.shared.membership import Presence, is_present
+from rlx.shared.membership import LivenessLock, is_present
+from rlx.trace import Turn
 from rlx.train.watch import Watch
-from rlx.waiting import Pause, Preempted, WaitTimeout, wait_for
 from rlx.weights import hub
 
 
@@ -128,7 +135,7 @@ def test_a_sign_of_life_that_is_not_there_yet_is_never_looked_up_by_its_name(tmp
     assert not is_present(paths)
     assert not AtWork(paths, "prepare")()
     assert looked_up == []
-    Presence(paths)
+    LivenessLock(paths)
     Heartbeat(paths, "prepare").beat("warm start")
     assert is_present(paths)
     assert AtWork(paths, "prepare")()
@@ -235,16 +242,42 @@ def test_a_step_is_given_up_by_the_clock_of_its_own_host(tmp_path: Path, monkeyp
     watch = Watch(paths, "trainer", first=True, grace=5.0)
     paths.ask_to_give_way()
     os.utime(paths.preempt, (time.time() - 86400,) * 2)
-    watch.give_up_with(mesh)
+    watch.raise_if_grace_over(mesh)
     clock.now += 4.0
-    watch.give_up_with(mesh)
+    watch.raise_if_grace_over(mesh)
     clock.now += 2.0
     with pytest.raises(Preempted):
-        watch.give_up_with(mesh)
+        watch.raise_if_grace_over(mesh)
 
 
 def test_only_rank_0_looks_for_the_notice(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     first, other = (Watch(paths, "trainer", first=first, grace=1.0) for first in (True, False))
     paths.ask_to_give_way()
-    assert (first.noticed(), other.noticed()) == (True, False)
+    assert (first.preemption_requested(), other.preemption_requested()) == (True, False)
+
+
+async def test_the_heartbeat_says_who_waits_for_what(tmp_path: Path) -> None:
+    said = asyncio.Event()
+
+    class Waiting(StandInServers):
+        async def generate(self, *asked: Any) -> Turn:
+            await said.wait()
+            return await super().generate(*asked)
+
+    class Slow(StandInTrainer):
+        async def run(self) -> None:
+            for phase in ("rollouts 0/8", "waiting for weights 1"):
+                while read_heartbeats(self.paths).get("orchestrator", {}).get("phase") != phase:
+                    await asyncio.sleep(0.05)
+                said.set()
+            await super().run()
+
+    config = config_of(max_steps=2)
+    paths = RunPaths(tmp_path)
+    envs = {"e": load("rlx_reverse_text", sampling={"max_tokens": 12, "temperature": 1.0})}
+    served: Any = Waiting()
+    give_policy(envs, config, tiny_chat(), served)
+
+    orchestrator = Orchestrator(config, paths, envs, served, served, Heartbeat(paths, "orchestrator"))
+    await asyncio.wait_for(first_failure(orchestrator.run(), Slow(paths, config).run()), 120)

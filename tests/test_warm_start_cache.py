@@ -20,9 +20,9 @@ from rlx.config.roots import EVAL, SFT, TRAIN
 from rlx.config.schema import Config, EnvConfig
 from rlx.heartbeat import Heartbeat, read_heartbeats
 from rlx.paths import COMPLETE, RunPaths, write_text
+from rlx.polling import wait_for
 from rlx.roles import prepare
 from rlx.train import warm_start
-from rlx.waiting import wait_for
 
 pytestmark = pytest.mark.slow
 

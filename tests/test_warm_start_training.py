@@ -13,7 +13,7 @@ from torch.nn import functional
 from rlx.config.checks import check
 from rlx.config.load import compose
 from rlx.config.schema import WarmStartConfig
-from rlx.config.tree import Origins
+from rlx.config.validate import Origins
 from rlx.config.warm_start import supervised
 from rlx.data.conversations import Conversation
 from rlx.data.demonstrations import choose, counts_by_weight

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
 
 import pytest
 from run_servers import Servers
-from server_stand_in import Stand, play, until
+from server_stand_in import Stand, serving, until
 from trainer_examples import make_model
 
 from rlx.inference.endpoints import Endpoint
@@ -34,7 +33,6 @@ def test_the_trainer_says_what_servers_say_of_the_same_weights_in_another_folder
     assert Subscriber(paths).initial() is None
     write_initial(paths, cached)
     said = Subscriber(paths).initial()
-    assert said is not None
     assert said.identity == identity(tmp_path / "folder")
     assert said.where == str(cached)
     dict(model.named_parameters())["model.norm.weight"].data[0] += 1
@@ -55,8 +53,8 @@ def test_what_the_trainer_of_another_attempt_began_with_is_ignored_and_a_model_t
     assert Subscriber(paths).initial() is None
 
 
-def test_a_run_ends_when_the_trainer_began_with_another_model_than_a_server_that_serves() -> None:
-    async def scene(client: Servers, *stands: Stand) -> None:
+async def test_a_run_ends_when_the_trainer_began_with_another_model_than_a_server_that_serves() -> None:
+    async with serving(Stand(), look=60) as (client, *stands):
         playing = asyncio.ensure_future(client.fleet.held())
         await asyncio.sleep(0.15)
         assert not playing.done(), "the trainer has not said anything yet"
@@ -66,31 +64,26 @@ def test_a_run_ends_when_the_trainer_began_with_another_model_than_a_server_that
         for part in (stands[0].endpoint.url, "model (identity a)", "the trainer on node2 is /cache/of/trainer (identity b)", "model.name"):
             assert part in str(caught.value)
 
-    play(scene, Stand(), look=60)
 
-
-def test_a_run_goes_on_if_the_trainer_has_the_servers_model_also_beside_a_server_that_may_not_join(
+async def test_a_run_goes_on_if_the_trainer_has_the_servers_model_also_beside_a_server_that_may_not_join(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def whole() -> None:
-        async with Stand() as first, Stand() as other:
-            other.state["identity"] = "b"
-            found: list[Endpoint] = [first.endpoint]
-            async with Servers(found, 60, look=0.02, find=lambda: list(found)) as client:
-                await client.ready()
-                found.append(other.endpoint)
-                await until(lambda: "started with" in caplog.text)
-                client.fleet.trained = lambda: InitialModel(identity="a", where="/somewhere/else", host="node2")
-                playing = asyncio.ensure_future(client.fleet.held())
-                await asyncio.sleep(0.2)
-                assert not playing.done()
-                playing.cancel()
-
-    asyncio.run(whole())
+    async with Stand() as first, Stand() as other:
+        other.state["identity"] = "b"
+        found: list[Endpoint] = [first.endpoint]
+        async with Servers(found, 60, look=0.02, find=lambda: list(found)) as client:
+            await client.ready()
+            found.append(other.endpoint)
+            await until(lambda: "started with" in caplog.text)
+            client.fleet.trained = lambda: InitialModel(identity="a", where="/somewhere/else", host="node2")
+            playing = asyncio.ensure_future(client.fleet.held())
+            await asyncio.sleep(0.2)
+            assert not playing.done()
+            playing.cancel()
 
 
-def test_servers_of_others_may_have_the_weights_in_another_form_and_the_difference_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    async def scene(client: Servers, *stands: Stand) -> None:
+async def test_servers_of_others_may_have_the_weights_in_another_form_and_the_difference_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    async with serving(Stand(), look=60) as (client, _):
         client.fleet.insists = False
         client.fleet.trained = lambda: InitialModel(identity="b", where="/cache/of/trainer", host="node2")
         playing = asyncio.ensure_future(client.fleet.held())
@@ -100,17 +93,19 @@ def test_servers_of_others_may_have_the_weights_in_another_form_and_the_differen
         assert caplog.text.count("started with other weights") == 1
         playing.cancel()
 
-    play(scene, Stand(), look=60)
-
 
 @pytest.mark.parametrize("longest", [64, 63, None])
-def test_a_server_with_the_rotary_frequencies_of_longer_texts_than_the_trainers_ends_the_run(longest: int | None, tmp_path: Path) -> None:
+async def test_a_server_with_the_rotary_frequencies_of_longer_texts_than_the_trainers_ends_the_run(
+    longest: int | None, tmp_path: Path
+) -> None:
     """Also one that already ran (inference.base_url), whose context no key of the run says."""
     make_model().save_pretrained(tmp_path / "folder")
     paths = RunPaths(tmp_path / "run")
     write_initial(paths, tmp_path / "folder", longest)
 
-    async def scene(client: Servers, *stands: Stand) -> None:
+    stand = Stand()
+    stand.state["identity"] = identity(tmp_path / "folder")
+    async with serving(stand, look=60) as (client, _):
         client.fleet.insists = False
         client.fleet.trained = lambda: Subscriber(paths).initial()
         playing = asyncio.ensure_future(client.fleet.held())
@@ -122,32 +117,3 @@ def test_a_server_with_the_rotary_frequencies_of_longer_texts_than_the_trainers_
             ):
                 await playing
         playing.cancel()
-
-    stand = Stand()
-    stand.state["identity"] = identity(tmp_path / "folder")
-    play(scene, stand, look=60)
-
-
-OTHER_MODEL = """
-import sys
-if "rlx.roles.trainer" in sys.orig_argv:
-    import rlx.weights.files
-    rlx.weights.files.identity = lambda folder: "0123"
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.long
-@pytest.mark.nightly
-def test_a_run_whose_trainer_found_another_model_ends_with_both_folders(start, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    same = start("same", "orchestrator.batch_size=32", "max_steps=1")
-    (tmp_path / "hook").mkdir()  # roles find modules in the folder that a run is started in
-    (tmp_path / "hook" / "sitecustomize.py").write_text(OTHER_MODEL)
-    job = start("other", "orchestrator.batch_size=32", "max_steps=1000", env={"PYTHONPATH": str(tmp_path / "hook")})
-    assert job.wait() == 1, job.text()
-    assert "started with other weights than the trainer" in job.text()
-    assert "(identity 0123)" in job.text()
-    assert same.wait() == 0, same.text()
-    said = json.loads((same.run_dir / "endpoints/initial_model.json").read_text())
-    assert said["identity"] == identity(Path((same.run_dir / "initial_model.txt").read_text().strip()))
-    job.wait_until_nothing_is_left()

@@ -1,8 +1,12 @@
-"""Publishing weights: copied in the step, written beside the next one, visible once announced, and never half written."""
+"""How a version appears."""
 
 from __future__ import annotations
 
+import asyncio
+import json
 import threading
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +20,12 @@ from xxhash import xxh3_64_hexdigest
 
 from rlx.models.policy import PolicyModel
 from rlx.parallel.mesh import one_process
-from rlx.paths import RunPaths
+from rlx.paths import RunPaths, write_text
 from rlx.types import WeightVersion
 from rlx.weights import files
-from rlx.weights.files import ModelFiles
+from rlx.weights.files import ModelFiles, versions
 from rlx.weights.publish import Publisher, PublishFailed
-from rlx.weights.subscribe import Subscriber
+from rlx.weights.subscribe import Subscriber, request_transfer
 
 
 @pytest.fixture
@@ -97,20 +101,11 @@ def test_an_announced_version_appears_before_an_end_by_an_error_but_not_at_any_p
     monkeypatch.setattr("rlx.weights.files.complete", lambda *a, **k: (slow.wait(30), plain(*a, **k))[1])
     publisher.gather(1)
     publisher.announce(1)
-    publisher.let_appear(0.05)
-    assert not files.lasts(paths, 1)
+    publisher.wait_briefly(0.05)
+    assert not files.is_persistent(paths, 1)
     slow.set()
-    publisher.let_appear(30.0)
-    assert files.lasts(paths, 1)
-
-
-def test_old_versions_go_when_a_new_one_appears_but_not_the_protected_ones(paths: RunPaths) -> None:
-    publisher = publisher_of(paths)
-    for version in range(1, 6):
-        publisher.gather(version)
-        publisher.announce(version, keep_last=2, protect={2})
-    publisher.close()
-    assert files.versions(paths.weights) == [2, 4, 5]
+    publisher.wait_briefly(30.0)
+    assert files.is_persistent(paths, 1)
 
 
 def test_a_version_that_is_missing_is_made_from_the_weights_as_they_are(paths: RunPaths) -> None:
@@ -161,3 +156,84 @@ def test_version_0_of_adapters_is_published_at_the_start_and_again_by_a_later_at
     publisher.model.head[0].weight.data.zero_()
     publisher.publish(0)
     assert files.verify(paths.weights_of(0)) != before
+
+
+URL = "http://127.0.0.1:1"
+
+
+@pytest.fixture
+def run_paths(tmp_path: Path) -> RunPaths:
+    found = RunPaths(tmp_path / "run")
+    for folder in (found.endpoints, found.weights):
+        folder.mkdir(parents=True)
+    return found
+
+
+def offer(run_paths: RunPaths, version: int) -> None:
+    write_text(run_paths.offer, json.dumps({"version": version, "token": ""}))
+
+
+class Sends:
+    """A transfer whose servers take everything at once."""
+
+    def __init__(self) -> None:
+        self.seconds, self.sent = 0.0, list[int]()
+
+    def offer(self, version: int, tick: Callable[[], None]) -> None:
+        self.sent.append(version)
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize("memory", [False, True], ids=["files", "memory"])
+def test_only_a_transfer_sends_what_is_offered_and_leaves_a_version_on_the_disk_at_the_end(run_paths: RunPaths, memory: bool) -> None:
+    publisher, phases = Publisher(PolicyModel(make_model()), one_process("cpu"), run_paths, ModelFiles({}), torch.float32), list[str]()
+    transfer: Any = Sends()
+    publisher.transfer = transfer if memory else None
+
+    def working(phase: str, step: int | None = None) -> nullcontext[None]:
+        phases.append(f"{phase}, step {step}")
+        return nullcontext()
+
+    publisher.working = working
+    publisher.offer(3, lambda: None)
+    publisher.leave_on_disk(3)
+    assert transfer.sent == ([3] if memory else [])
+    assert versions(run_paths.weights) == ([3] if memory else [])
+    assert phases == (["sending version 3, step 3", "writing version 3, step None"] if memory else [])
+    assert publisher.times.keys() == {"time/write_weights", "time/send_weights"}
+    publisher.close()
+
+
+def test_the_orchestrator_asks_for_what_is_offered_and_hears_why_servers_do_not_have_it(run_paths: RunPaths) -> None:
+    subscriber, wanted = Subscriber(run_paths), run_paths.endpoints / "weights_wanted.json"
+    assert subscriber.latest() is None
+    offer(run_paths, 3)
+    found = WeightVersion(version=3, kind="memory", where=str(run_paths.endpoints))
+    assert subscriber.latest() == subscriber.at(3) == found
+    assert subscriber.at(2) is None
+
+    async def ask(version: int, timeout: float, meanwhile: Callable[[], None] = lambda: None) -> str:
+        asked = asyncio.create_task(request_transfer(found.where, version, [(URL, "the key")], timeout))
+        await asyncio.sleep(0.05)
+        meanwhile()
+        return await asked
+
+    def send() -> None:
+        asked = json.loads(wanted.read_text())
+        number = asked.pop("id")
+        assert asked == {"version": 3, "servers": [{"url": URL, "api_key": "the key"}]}
+        assert wanted.stat().st_mode & 0o777 == 0o600, "it has the servers' key"
+        write_text(run_paths.endpoints / "weights_sent.json", json.dumps({"version": 3, "id": number, "failed": ""}))
+
+    assert asyncio.run(ask(3, 20, send)) == ""
+    assert asyncio.run(ask(3, 0.1)) == "the trainer did not send version 3 within 0.1 s (weight_broadcast.timeout)", "an old reply"
+    assert not wanted.exists()
+    assert asyncio.run(ask(3, 20, lambda: offer(run_paths, 4))).startswith("the trainer has version 4 instead of 3")
+    assert asyncio.run(ask(4, 20, run_paths.offer.unlink)).startswith("the trainer has version None instead of 4")
+
+
+def test_an_offer_of_an_earlier_attempt_is_ignored(run_paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    offer(run_paths, 3)
+    monkeypatch.setenv("RLX_RUN_TOKEN", "the next attempt")
+    assert Subscriber(run_paths).latest() is None

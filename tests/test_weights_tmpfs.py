@@ -91,7 +91,7 @@ def test_a_version_in_memory_goes_to_the_disk_when_a_checkpoint_of_it_is_made_an
     publisher.gather(3, lasts=False)  # also where it is still being written
     publisher.announce(3)
     broadcast.leave_on_disk(3)
-    assert files.lasts(paths, 3)
+    assert files.is_persistent(paths, 3)
     assert not folder.is_symlink()
     assert verify(folder) == verify(reader) == before
     number = folder.stat().st_ino
@@ -220,5 +220,5 @@ def test_a_role_that_is_started_by_hand_has_nobody_who_deletes_what_it_leaves(tm
 
 def test_versions_last_that_are_evaluated_or_the_last_one() -> None:
     cfg = compose(["max_steps=14", "eval.interval=4", "weight_broadcast.folder=/dev/shm", "dry_run=true"], environ={}).cfg
-    assert [version for version in range(15) if cfg.lasts(version)] == [0, 4, 8, 12, 14]
+    assert [version for version in range(15) if cfg.keeps_weights(version)] == [0, 4, 8, 12, 14]
     assert all(cfg.publishes(version) for version in range(15)), "servers need every version"

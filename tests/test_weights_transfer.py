@@ -24,7 +24,7 @@ from rlx.models.load import load_policy
 from rlx.models.policy import PolicyModel
 from rlx.parallel.mesh import Mesh, join, one_process
 from rlx.paths import RunPaths
-from rlx.waiting import Preempted
+from rlx.polling import Preempted
 from rlx.weights.export import Export
 from rlx.weights.subscribe import Subscriber, request_transfer
 
@@ -195,19 +195,40 @@ def test_only_the_offered_version_can_be_had_and_a_preemption_ends_the_offer(
     assert subscriber.latest() is None
 
 
-def test_the_fleet_asks_and_gets_a_reply(trainer: Trainer, groups: list[Any], server: Callable[..., Any]) -> None:
+async def test_the_fleet_asks_and_gets_a_reply(trainer: Trainer, groups: list[Any], server: Callable[..., Any]) -> None:
     good = server()
 
-    async def both() -> str:
-        sending = asyncio.create_task(asyncio.to_thread(trainer.transfer.offer, 1, lambda: None))
-        while not trainer.paths.offer.exists():
-            await asyncio.sleep(0.01)
-        reply = await request_transfer(str(trainer.paths.endpoints), 1, [(good.record["url"], good.key)], 20.0)
-        await sending
-        return reply
-
     trainer.train()
-    assert asyncio.run(both()) == ""
+    sending = asyncio.create_task(asyncio.to_thread(trainer.transfer.offer, 1, lambda: None))
+    while not trainer.paths.offer.exists():
+        await asyncio.sleep(0.01)
+    reply = await request_transfer(str(trainer.paths.endpoints), 1, [(good.record["url"], good.key)], 20.0)
+    await sending
+    assert reply == ""
+    assert has(good, trainer)
+
+
+def test_a_transfer_that_outlives_its_request_is_none_for_the_next(
+    trainer: Trainer, groups: list[Any], server: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fleet has given up and asked again, maybe for other servers: what arrived belongs to no request."""
+    good, begin, replies = server(), trainer.transfer.weights.begin, list[str]()
+
+    def begin_late() -> None:
+        monkeypatch.setattr(trainer.transfer.weights, "begin", begin_again)
+        trainer.ask(1, good)
+        begin()
+
+    def begin_again() -> None:
+        replies.append(json.loads((trainer.paths.endpoints / "weights_sent.json").read_text())["failed"])
+        begin()
+
+    monkeypatch.setattr(trainer.transfer.weights, "begin", begin_late)
+    trainer.train()
+    trainer.ask(1, good)
+    trainer.transfer.offer(1, lambda: None)
+    (late,) = replies
+    assert "longer than the fleet waits (weight_broadcast.timeout)" in late
     assert has(good, trainer)
 
 

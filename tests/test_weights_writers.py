@@ -49,10 +49,10 @@ def rank(number: int, folder: Path) -> None:
     """One of two ranks, through all cases; the last of them ends rank 1."""
     os.environ["RLX_HOST"] = f"host{number}"
     torch.set_num_threads(1)
-    meshes.PATIENCE = 0.0
+    meshes.RANK_LOST_SECONDS = 0.0
     meeting = dist.FileStore(str(folder / "store"), 2)
     mesh = join(torch.device("cpu"), rank=number, world_size=2, timeout=60, store=meeting)
-    assert mesh.hosts() == [[0], [1]]
+    assert mesh.ranks_by_host() == [[0], [1]]
     publishers = {name: publisher_of(folder, name, mesh) for name in MODELS}
     with patch.object(files, "SHARD_BYTES", 20_000):
         for publisher in publishers.values():

@@ -14,9 +14,9 @@ from pathlib import Path
 from launch_configs import config
 
 from rlx.config.load import to_yaml
-from rlx.descendants import start_time
 from rlx.paths import RunPaths
-from rlx.plan.record import ProcessSpec, write_plan
+from rlx.plan.process_spec import ProcessSpec, write_plan
+from rlx.process_tree import start_time
 from rlx.runs.status import Status, read_status
 
 # The launcher, as the command line uses it, on a plan that is already in the directory.
@@ -82,7 +82,7 @@ class Run:
         root.mkdir(exist_ok=True)
         self.plan = [replace(spec, argv=tuple(part.replace(RUN_DIR, str(root)) for part in spec.argv)) for spec in plan]
         write_plan(self.paths.plan, self.plan)
-        launcher = {"grace": grace, "heartbeat_timeout": heartbeat_timeout, "preempt_grace": preempt_grace, "last_lines": 5}
+        launcher = {"grace": grace, "heartbeat_timeout": heartbeat_timeout, "preempt_grace": preempt_grace, "log_tail_lines": 5}
         inference = {"max_restarts": max_restarts, "hung_timeout": hung_timeout}
         self.paths.config.write_text(to_yaml(config("cpu", max_steps=3, launcher=launcher, inference=inference)))
         self.mark = f"toy-{os.getpid()}-{time.monotonic_ns()}"
@@ -96,9 +96,7 @@ class Run:
 
     def status(self) -> Status:
         self.until(self.paths.status.exists)
-        status = read_status(self.paths)
-        assert status is not None
-        return status
+        return read_status(self.paths)
 
     def wait(self, timeout: float = 300.0) -> Status:
         """The launcher's end."""
@@ -157,5 +155,4 @@ def starting(root: Path) -> Iterator[Callable[..., Run]]:
         if run.launcher.poll() is None:
             run.launcher.kill()
             run.launcher.wait()
-        assert run.launcher.stderr is not None
         run.launcher.stderr.close()

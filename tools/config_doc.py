@@ -14,10 +14,10 @@ from typing import Any
 
 from rlx.config.environment import RESERVED
 from rlx.config.nested import SYNONYMS
+from rlx.config.presets import shipped_groups
 from rlx.config.roots import ROOTS, has_key, key_of
 from rlx.config.schema import MISSING
-from rlx.config.shipped import shipped_groups
-from rlx.config.tree import alternatives, range_of, show, split_optional, types_of
+from rlx.config.validate import alternatives, range_of, show, split_optional, types_of
 
 GROUPS = {
     "model": "the policy, with suitable lengths and a suitable learning rate",

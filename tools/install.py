@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from rlx.config.driver import driver_cuda, too_old  # noqa: E402  (standard library only; rlx itself is not installed yet)
+from rlx.config.cuda_driver import driver_cuda, too_old  # noqa: E402  (standard library only; rlx itself is not installed yet)
 
 VENV = ROOT / ".venv"
 STAMP = VENV / ".rlx-installed"

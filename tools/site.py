@@ -18,6 +18,7 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "benchmarks/RESULTS.md": "results.md",
     "benchmarks/HISTORY.md": "history.md",
+    "benchmarks/NEGATIVE_RESULTS.md": "negative_results.md",
 }
 LINK = re.compile(r"\[([^\]\n]*)\]\((?!https?:|#)([^)\s#]*)(#[^)]*)?\)")
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from rlx.advantages.base import Advantages, GroupScores
 from rlx.advantages.group import centred
-from rlx.config.declared import declares
+from rlx.config.loss_traits import declares
 
 
 @declares(compares_group=True, std_over="batch", ranges={"ddof": "at least 0", "eps": "above 0"})

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlx.advantages.base import Advantages, GroupScores
-from rlx.config.declared import declares
+from rlx.config.loss_traits import declares
 
 ROUNDING = 1e-12  # of the largest reward of a group: sums of a few terms in float64 differ by less
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlx.advantages.base import Advantage, GroupScores
-from rlx.config.declared import declared_in
+from rlx.config.loss_traits import declared_in
 
 
 class AdvantageMix:
@@ -49,7 +49,7 @@ class AdvantageMix:
 
 
 def _of(advantage: Advantage, groups: GroupScores) -> Sequence[NDArray]:
-    """[G] of every group. Where groups are compared, a rollout that has nobody to be compared with (`Rollout.compared`) gets 0."""
+    """[G] of every group. Where groups are compared, a rollout that has nobody to be compared with (`Rollout.baseline_key`) gets 0."""
     many = [place for place, rewards in enumerate(groups.rewards) if len(rewards) > 1]
     if not declared_in(advantage).compares_group or len(many) == len(groups.rewards):
         return advantage(groups)

@@ -16,25 +16,25 @@ import json
 import os
 import secrets
 import shutil
+import signal
 import socket
 import sys
 import tempfile
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlx.agents import cgroups
-from rlx.agents.commands import ERR, LINGERING, OUT, Result, Running, run, start
+from rlx.agents.commands import OUT, Result, run
 from rlx.config.schema_rollout import BoxConfig
-from rlx.descendants import kill_all
 from rlx.paths import cache_root, write_text
+from rlx.process_tree import kill_all
 
 TOKEN = "BOX_OF_RLX"  # the variable by which the processes of a box without isolation are found
 HOME = "/box"  # the folder of a box, and its programs' home
-PORT = 4000  # of the gateway in a box without network
 WRITABLE = ("/dev/shm", "/tmp", "/tests", "/logs")  # beside HOME; Harbor's tasks expect the last two
-START = 60.0  # seconds to start a box
+START_SECONDS = 60.0  # seconds to start a box
 ROOT = ("usr", "bin", "lib", "lib64", "lib32", "sbin")  # of this machine, in a box without an image
 ETC = ("alternatives", "ssl/certs", "ssl/openssl.cnf", "ca-certificates", "ld.so.cache", "localtime")
 ETC_OF_NETWORK = ("resolv.conf", "hosts", "nsswitch.conf")
@@ -69,15 +69,16 @@ class Box:
 
     def __init__(self, kind: str, config: BoxConfig, image: str | None) -> None:
         self.kind, self.config, self.image = kind, config, image
-        self.name = f"rlx-{os.getpid()}-{next(NUMBERS)}"
+        self.name = f"rlx-box-{os.getpid()}-{next(NUMBERS)}"
         self.home = self.workdir = HOME  # its own folder, and where commands run
         self.path = "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
-        self.group = cgroups.Group(self.name, config)
+        self.group = cgroups.ControlGroup(self.name, config)
         self._token = secrets.token_hex(8)
+        self._ports: dict[int, asyncio.Task[asyncio.Server | None]] = {}  # of this machine, that it reaches
 
     async def start(self) -> None:
         """Make it. Raises BoxError."""
-        self.home = self.workdir = tempfile.mkdtemp(prefix=f"rlx-box-{os.getpid()}-")
+        self.home = self.workdir = tempfile.mkdtemp(prefix=f"{self.name}-")
         self.path = f"{Path(sys.executable).parent}:{self.path}"
         os.mkdir(f"{self.home}/tmp")
 
@@ -94,7 +95,16 @@ class Box:
         own = number if self.home == HOME else files  # without isolation its user has other processes, and its files no other bound
         return [*self.group.enter(), "prlimit", "--core=0", *memory, *own]
 
-    async def listening(self, port: int = PORT) -> socket.socket | None:
+    def reach(self, port: int) -> None:
+        """Let what runs in it from now on reach a port of this machine at the same port of its own network, if it has one."""
+        if port not in self._ports:
+            self._ports[port] = asyncio.ensure_future(self._forwarded(port))
+
+    async def _forwarded(self, port: int) -> asyncio.Server | None:
+        sock = await self.listening(port)
+        return None if sock is None else await asyncio.start_server(functools.partial(_joined, port), sock=sock)
+
+    async def listening(self, port: int) -> socket.socket | None:
         """A socket at a port of the box's own network; None: the box has this machine's."""
         return None
 
@@ -102,22 +112,27 @@ class Box:
         """The environment of a command: nothing of this process but its language."""
         return {"HOME": self.home, "TMPDIR": f"{self.home}/tmp", "PATH": self.path, "LANG": "C.UTF-8", **more}
 
+    async def entered(self, argv: Sequence[str], variables: Mapping[str, str]) -> list[str]:
+        """The command of this machine that runs a command in the box's folder. Without control groups it has the bounds for itself."""
+        await asyncio.gather(*self._ports.values())
+        return [*self.bounds(), *self.command(argv, self.variables(variables))]
+
     async def run(self, argv: Sequence[str], variables: Mapping[str, str] | None = None, **how: Any) -> Result:
-        """Run a command in the box's folder. `how`: of `rlx.agents.commands.run`. Without control groups it has the bounds for itself."""
-        return await run([*self.bounds(), *self.command(argv, self.variables(variables or {}))], **how)
+        """Run a command in the box's folder. `how`: of `rlx.agents.commands.run`."""
+        return await run(await self.entered(argv, variables or {}), **how)
 
     async def write(self, files: Mapping[str, str | bytes]) -> None:
         """Write files below the box's folder. Raises BoxError."""
         for name, content in files.items():
             data = content.encode() if isinstance(content, str) else content
             script = 'rm -rf -- "$1"; mkdir -p -- "$(dirname -- "$1")" && cat > "$1"'
-            result = await self.run(["sh", "-c", script, "sh", name], given=data, timeout=START)
+            result = await self.run(["sh", "-c", script, "sh", name], given=data, timeout=START_SECONDS)
             if result.code:
                 raise BoxError(f"the file {name} cannot be written in the box: {result.stderr.strip()[-300:]}")
 
     async def read(self, name: str) -> str | None:
         """The text of a file, at most MOST_OUTPUT bytes; None: there is none."""
-        result = await self.run(["cat", "--", name], timeout=START)
+        result = await self.run(["cat", "--", name], timeout=START_SECONDS)
         return None if result.code else result.stdout
 
     async def quiet(self) -> None:
@@ -127,48 +142,48 @@ class Box:
 
     async def close(self) -> None:
         """End everything in it, and remove it."""
+        for server in await asyncio.gather(*self._ports.values(), return_exceptions=True):
+            if isinstance(server, asyncio.Server):
+                server.close()
+        await self.end()
+        await self.group.remove()
+
+    async def end(self) -> None:
+        """End everything in it."""
         await asyncio.to_thread(kill_all, (), self._token, variable=TOKEN)
         if self.home != HOME:
             await asyncio.to_thread(shutil.rmtree, self.home, True)
-        await self.group.remove()
 
 
-class Held(Box, ABC):
+class Held(Box):
     """A box that one process holds, whose standard input is its life."""
 
-    holder: Running | None = None
+    starting: Callable[[], list[str]]  # the command that makes it
+    first: Callable[[Any], Coroutine[Any, Any, int]]  # the process id, on this machine, of its first process, from what `starting` prints
+    holder: Process | None = None
     pid = 0  # on this machine, of its first process
 
     async def start(self) -> None:
         try:
-            holder = self.holder = await start([*self.group.enter(), *self.starting()])
-            async with asyncio.timeout(START):
-                while "ready\n" not in holder.text(ERR):
-                    if holder.ended.is_set():
-                        raise BoxError(f"the box cannot start: {await _last_words(holder)}")
-                    holder.news.clear()
-                    await holder.news.wait()
-            self.pid = await self.first(holder.text(OUT))
-        except TimeoutError:
-            raise BoxError(f"the box did not start within {START:g} s") from None
-        except OSError as error:
-            raise BoxError(f"the box cannot start: {error}") from error
+            argv = [*self.group.enter(), *self.starting()]
+            self.holder = await asyncio.create_subprocess_exec(
+                *argv, stdin=PIPE, stdout=PIPE, stderr=PIPE, start_new_session=True, cwd=tempfile.gettempdir()
+            )
+            async with asyncio.timeout(START_SECONDS):
+                await self.holder.stderr.readuntil(b"ready\n")  # type: ignore[union-attr]
+                self.pid = await self.first(self.holder.stdout)
+        except (OSError, asyncio.IncompleteReadError) as error:  # also a TimeoutError
+            said = getattr(error, "partial", b"").decode(errors="replace").strip()[-500:]
+            slow = f"it was not ready after {START_SECONDS:g} s" if isinstance(error, TimeoutError) else ""
+            raise BoxError(f"the box cannot start: {said or slow or error}") from error
 
-    @abstractmethod
-    def starting(self) -> list[str]:
-        """The command that makes it."""
-
-    @abstractmethod
-    async def first(self, said: str) -> int:
-        """The process id, on this machine, of its first process. `said`: what `starting` has printed."""
-
-    async def listening(self, port: int = PORT) -> socket.socket | None:
+    async def listening(self, port: int) -> socket.socket | None:
         ours, theirs = socket.socketpair()
         with ours, theirs:
             own = os.readlink(f"/proc/{self.pid}/ns/user") != os.readlink("/proc/self/ns/user")
             enter = ["nsenter", f"--target={self.pid}", *(["--user"] if own else []), "--net", "--preserve-credentials", "--"]
             script = [sys.executable, "-I", "-S", "-c", LISTEN, str(theirs.fileno()), str(port)]
-            result = await run([*enter, *script], pass_fds=(theirs.fileno(),), timeout=START)
+            result = await run([*enter, *script], pass_fds=(theirs.fileno(),), timeout=START_SECONDS)
             if result.code:
                 raise BoxError(f"the gateway cannot listen in the box: {result.stderr.strip()[-300:]}")
             _, (fd,), _, _ = socket.recv_fds(ours, 1, 1)
@@ -176,16 +191,15 @@ class Held(Box, ABC):
 
     async def quiet(self) -> None:
         # without the box's bounds: what it has left running may have used them up
-        result = await run(self.command(["sh", "-c", QUIET], self.variables({})), timeout=START)
+        result = await run(self.command(["sh", "-c", QUIET], self.variables({})), timeout=START_SECONDS)
         if result.code:
             raise BoxError(f"what runs in the box cannot be ended: {result.stderr.strip()[-300:] or f'exit code {result.code}'}")
 
-    async def close(self) -> None:
+    async def end(self) -> None:
         if self.holder is not None:
-            self.holder.end()
-            await self.holder.ended.wait()
-            self.holder.transport.close()
-        await self.group.remove()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.holder.pid, signal.SIGKILL)
+            await self.holder.wait()
 
 
 class Bubblewrap(Held):
@@ -206,15 +220,15 @@ class Bubblewrap(Held):
         argv += [part for folder in self.config.folders for part in ("--ro-bind", folder, folder)]
         return [*argv, "--chdir", HOME, "--remount-ro", "/dev", "--remount-ro", "/", "--", "sh", "-c", HOLD + REAP]
 
-    async def first(self, said: str) -> int:
-        return int(json.loads(said)["child-pid"])
+    async def first(self, said: Any) -> int:
+        return int(json.loads(await said.readuntil(b"}"))["child-pid"])
 
     def command(self, argv: Sequence[str], variables: Mapping[str, str]) -> list[str]:
         enter = ["nsenter", f"--target={self.pid}", "--user", "--mount", "--net", "--pid", "--ipc", "--uts", "--root"]
         inside = ["sh", "-c", 'cd "$0" && exec "$@"', self.workdir, *argv]
         return [*enter, "--preserve-credentials", "--", "env", "-i", *_assigned(variables), *inside]
 
-    async def listening(self, port: int = PORT) -> socket.socket | None:
+    async def listening(self, port: int) -> socket.socket | None:
         return None if self.config.network else await super().listening(port)
 
 
@@ -235,8 +249,8 @@ class Container(Held):
         argv += ["--tmpfs", f"{HOME}:rw,exec,mode=1777,size={int(limits.disk_gb * 2**30)}", "--workdir", HOME, "--entrypoint", ""]
         return [*argv, self.image, "sh", "-c", HOLD + "read -r _"]
 
-    async def first(self, said: str) -> int:
-        result = await run([self.kind, "inspect", "--format", "{{.State.Pid}}", self.name], timeout=START)
+    async def first(self, said: Any) -> int:
+        result = await run([self.kind, "inspect", "--format", "{{.State.Pid}}", self.name], timeout=START_SECONDS)
         if result.code:
             raise BoxError(result.stderr.strip())
         return int(result.stdout)
@@ -254,9 +268,9 @@ class Container(Held):
             await self.quiet()
         return result
 
-    async def close(self) -> None:
-        await super().close()
-        await run([self.kind, "rm", "--force", *(["--time", "0"] if self.kind == "podman" else []), self.name], timeout=START)
+    async def end(self) -> None:
+        await super().end()
+        await run([self.kind, "rm", "--force", *(["--time", "0"] if self.kind == "podman" else []), self.name], timeout=START_SECONDS)
 
 
 KINDS: dict[str, type[Box]] = {"none": Box, "bwrap": Bubblewrap, "podman": Container, "docker": Container}
@@ -275,20 +289,28 @@ async def open_box(kind: str, config: BoxConfig, image: str | None = None) -> Bo
 
 def sweep() -> None:
     """Remove what boxes of killed workers left: the folders of those without isolation, and control groups."""
-    for folder in Path(tempfile.gettempdir()).glob("rlx-box-*-*"):
-        if not Path("/proc", folder.name.split("-")[2]).exists():
-            shutil.rmtree(folder, ignore_errors=True)
-    cgroups.sweep()
+    for place in (Path(tempfile.gettempdir()), *cgroups.trees().values()):
+        for folder in place.glob("rlx-box-*-*"):
+            if not Path("/proc", folder.name.split("-")[2]).exists():
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _assigned(variables: Mapping[str, str]) -> list[str]:
     return [f"{name}={value}" for name, value in variables.items()]
 
 
-async def _last_words(holder: Running) -> str:
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(holder.closed.wait(), LINGERING)
-    return holder.text(ERR).strip()[-500:] or f"exit code {holder.transport.get_returncode()}"
+async def _joined(port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Serve a connection by a port of this machine."""
+    with contextlib.suppress(OSError), contextlib.closing(writer):
+        there, here = await asyncio.open_connection("127.0.0.1", port)
+        await asyncio.gather(_copied(reader, here), _copied(there, writer))
+
+
+async def _copied(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(OSError), contextlib.closing(writer):
+        while data := await reader.read(2**16):
+            writer.write(data)
+            await writer.drain()
 
 
 @functools.cache

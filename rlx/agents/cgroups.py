@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import functools
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ def trees(root: Path = ROOT) -> dict[str, Path]:
     return found
 
 
-class Group:
+class ControlGroup:
     """The control groups of one box, with its bounds as far as this machine lets us set them."""
 
     def __init__(self, name: str, limits: BoxConfig) -> None:
@@ -58,8 +59,9 @@ class Group:
     async def remove(self) -> None:
         """Remove the groups. The kernel ends their processes a moment after their box."""
         for _ in range(250):
-            self.folders = {folder for folder in self.folders if not _removed(folder)}
-            if not self.folders:
+            for folder in self.folders:
+                shutil.rmtree(folder, ignore_errors=True)  # its control files stay, and go with it
+            if not any(folder.exists() for folder in self.folders):
                 return
             await asyncio.sleep(0.02)
 
@@ -72,17 +74,3 @@ def _settings(limits: BoxConfig) -> Mapping[str, Mapping[str, Any]]:
         "memory": {"memory.max": size, "memory.swap.max": size and 0, "memory.limit_in_bytes": size},
         "cpu": {"cpu.max": quota and f"{quota} {PERIOD}", "cpu.cfs_period_us": quota and PERIOD, "cpu.cfs_quota_us": quota},
     }
-
-
-def _removed(folder: Path) -> bool:
-    with contextlib.suppress(OSError):
-        folder.rmdir()
-    return not folder.exists()
-
-
-def sweep() -> None:
-    """Remove the groups of processes that are gone: a worker that was killed leaves them, empty."""
-    for folder in set(trees().values()):
-        for own in folder.glob("rlx-*"):
-            if not Path("/proc", own.name.split("-")[1]).exists():
-                _removed(own)

@@ -23,7 +23,6 @@ class Running(asyncio.SubprocessProtocol):
 
     def __init__(self) -> None:
         self.kept, self.left_out = {OUT: bytearray(), ERR: bytearray()}, {OUT: 0, ERR: 0}
-        self.news = asyncio.Event()  # it has said more, or has ended
         self.ended, self.closed = asyncio.Event(), asyncio.Event()  # closed: nothing holds its pipes
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
@@ -32,11 +31,9 @@ class Running(asyncio.SubprocessProtocol):
         more = max(len(kept) - MOST_OUTPUT, 0)
         del kept[HALF : HALF + more]
         self.left_out[fd] += more
-        self.news.set()
 
     def process_exited(self) -> None:
         self.ended.set()
-        self.news.set()
 
     def connection_lost(self, error: Exception | None) -> None:
         self.closed.set()
@@ -62,13 +59,6 @@ class Result:
     late: bool = False  # it ran out of time and was ended
 
 
-async def start(argv: Sequence[str], pass_fds: Sequence[int] = ()) -> Running:
-    """Start a command in a process group of its own."""
-    transport, running = await asyncio.get_running_loop().subprocess_exec(Running, *argv, start_new_session=True, pass_fds=pass_fds)
-    running.transport = transport
-    return running
-
-
 async def run(
     argv: Sequence[str],
     given: bytes = b"",
@@ -78,8 +68,12 @@ async def run(
     grace: float = 0.0,
     pass_fds: Sequence[int] = (),
 ) -> Result:
-    """Run a command. `given`: its standard input. It is ended after `timeout`, or `grace` after `until` is set."""
-    running = await start(argv, pass_fds)
+    """Run a command in a process group of its own. `given`: its standard input.
+
+    It is ended after `timeout`, or `grace` after `until` is set.
+    """
+    running, loop = Running(), asyncio.get_running_loop()
+    running.transport, _ = await loop.subprocess_exec(lambda: running, *argv, start_new_session=True, pass_fds=pass_fds)
     stdin: Any = running.transport.get_pipe_transport(0)
     if not stdin.is_closing():  # uvloop has closed it if the command was quicker
         stdin.write(given)

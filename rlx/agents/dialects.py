@@ -14,12 +14,11 @@ import json
 import logging
 import time
 import uuid
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlx.plain import one_text, utf8
+from rlx.json_values import one_text, utf8
 from rlx.policy.base import Message, Reply
 
 log = logging.getLogger(__name__)
@@ -52,10 +51,13 @@ class Request:
     previous: str = ""  # the answer that this request continues (Responses' `previous_response_id`)
 
 
-class Dialect(ABC):
+class Dialect:
     """One language."""
 
     route: str
+    messages: Callable[[Mapping[str, Any]], Iterable[Message]]  # the conversation of a request
+    answer: Callable[[Reply, Request], dict[str, Any]]  # the body of an answer
+    events: Callable[[Mapping[str, Any], bool], Iterator[bytes]]  # the stream of an answer, with its number of tokens or without
     counts = ""  # the route that counts a request's tokens; empty: there is none
     ping = b": waiting\n\n"  # a part of a stream that says nothing
 
@@ -69,11 +71,11 @@ class Dialect(ABC):
         if stop := body.get("stop") or body.get("stop_sequences"):
             sampling["stop"] = [stop] if isinstance(stop, str) else list(stop)
         tools = offered(body.get("tools") or (), body.get("tool_choice"))
-        if others := sorted({str(tool.get("type")) for tool in tools if self.tool(tool) is None}):
+        if others := sorted({str(tool.get("type")) for tool in tools if as_function(tool) is None}):
             _say_once(f"a program offers tools of its service ({', '.join(others)}), which do not exist here; the model is not shown them")
         return Request(
             messages=list(self.messages(body)),
-            tools=[own for own in map(self.tool, tools) if own is not None],
+            tools=[own for own in map(as_function, tools) if own is not None],
             system=[{"role": "system", "content": body["instructions"]}] if body.get("instructions") else [],
             sampling=sampling,
             stream=bool(body.get("stream")),
@@ -83,29 +85,13 @@ class Dialect(ABC):
             previous=str(body.get("previous_response_id") or ""),
         )
 
-    @abstractmethod
-    def messages(self, body: Mapping[str, Any]) -> Iterable[Message]:
-        """The conversation of a request."""
-
-    @abstractmethod
-    def tool(self, tool: Mapping[str, Any]) -> dict[str, Any] | None:
-        """A tool in OpenAI's form; None for one that the service itself would run."""
-
-    @abstractmethod
-    def answer(self, reply: Reply, request: Request) -> dict[str, Any]:
-        """The body of an answer."""
-
-    @abstractmethod
-    def events(self, answer: Mapping[str, Any], usage: bool) -> Iterator[bytes]:
-        """The stream of an answer. `usage`: of the request."""
-
     def error(self, error: Refused) -> dict[str, Any]:
         """The body of an error."""
         kind = "invalid_request_error" if error.status < 500 else "server_error"
         return {"error": {"message": str(error), "type": kind, "param": None, "code": error.code}}
 
 
-class Chat(Dialect):
+class ChatDialect(Dialect):
     """OpenAI's chat completions."""
 
     route = "/chat/completions"
@@ -123,10 +109,6 @@ class Chat(Dialect):
                 yield assistant(text, one.get("reasoning_content") or one.get("reasoning") or "", calls)
             else:
                 yield {"role": role, "content": text} | ({"tool_call_id": one.get("tool_call_id", "")} if role == "tool" else {})
-
-    def tool(self, tool: Mapping[str, Any]) -> dict[str, Any] | None:
-        own = tool.get("function")
-        return own and function(own["name"], own.get("description"), own.get("parameters"))
 
     def answer(self, reply: Reply, request: Request) -> dict[str, Any]:
         message = {**reply.message, "content": reply.content or None, "refusal": None}
@@ -148,17 +130,16 @@ class Chat(Dialect):
         (choice,) = answer["choices"]
         message = choice["message"]
         head = {name: answer[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
-        deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
-        deltas += [{name: message[name]} for name in ("reasoning_content", "content") if message.get(name)]
-        deltas += [{"tool_calls": [{"index": index, **one}]} for index, one in enumerate(message.get("tool_calls") or ())]
-        for delta, finish in [*((delta, None) for delta in deltas), ({}, choice["finish_reason"])]:
+        calls = [{"index": index, **one} for index, one in enumerate(message.get("tool_calls") or ())]
+        whole = {**message, "content": message["content"] or "", **({"tool_calls": calls} if calls else {})}
+        for delta, finish in ((whole, None), ({}, choice["finish_reason"])):
             yield _data({**head, "choices": [{"index": 0, "delta": delta, "finish_reason": finish, "logprobs": None}]})
         if usage:
             yield _data({**head, "choices": [], "usage": answer["usage"]})
         yield b"data: [DONE]\n\n"
 
 
-class Messages(Dialect):
+class MessagesDialect(Dialect):
     """Anthropic's messages."""
 
     route, counts = "/messages", "/messages/count_tokens"
@@ -180,9 +161,6 @@ class Messages(Dialect):
                     yield {"role": "tool", "content": text_of(part.get("content")), "tool_call_id": part["tool_use_id"]}
             if texts:
                 yield {"role": one["role"], "content": text_of(texts)}
-
-    def tool(self, tool: Mapping[str, Any]) -> dict[str, Any] | None:
-        return function(tool["name"], tool.get("description"), tool["input_schema"]) if "input_schema" in tool else None
 
     def answer(self, reply: Reply, request: Request) -> dict[str, Any]:
         content: list[dict[str, Any]] = []
@@ -225,7 +203,7 @@ class Messages(Dialect):
         return {"type": "error", "error": {"type": KINDS.get(error.status, "api_error"), "message": str(error)}}
 
 
-class Responses(Dialect):
+class ResponsesDialect(Dialect):
     """OpenAI's Responses. Several items are one message of the model."""
 
     route, counts = "/responses", "/responses/input_tokens"
@@ -252,12 +230,6 @@ class Responses(Dialect):
         if kind in ("function_call_output", "custom_tool_call_output"):
             return {"role": "tool", "content": text_of(one["output"]), "tool_call_id": one["call_id"]}
         raise Refused(f"an item of the type {kind} cannot be shown to this model")
-
-    def tool(self, tool: Mapping[str, Any]) -> dict[str, Any] | None:
-        argument = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
-        if (kind := tool.get("type")) not in ("function", "custom"):
-            return None
-        return function(tool["name"], tool.get("description"), argument if kind == "custom" else tool.get("parameters"))
 
     def answer(self, reply: Reply, request: Request) -> dict[str, Any]:
         output: list[dict[str, Any]] = []
@@ -332,6 +304,15 @@ def text_of(content: Any) -> str:
     return one_text(str(part.get("text", part.get("refusal", ""))) for part in parts)
 
 
+def as_function(tool: Mapping[str, Any]) -> dict[str, Any] | None:
+    """A tool of any dialect in OpenAI's form; None for one that the service itself would run."""
+    own = tool.get("function", tool)
+    free = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]} if tool.get("type") == "custom" else None
+    if "input_schema" not in own and (tool.get("type") not in ("function", "custom") or "custom" in tool):
+        return None
+    return function(own["name"], own.get("description"), own.get("input_schema") or free or own.get("parameters"))
+
+
 def function(name: str, description: str | None, parameters: Any) -> dict[str, Any]:
     """A tool in OpenAI's form."""
     empty = {"type": "object", "properties": {}}
@@ -386,5 +367,5 @@ def _event(kind: str, **fields: Any) -> bytes:
     return f"event: {kind}\n".encode() + _data({"type": kind, **fields})
 
 
-CHAT, MESSAGES, RESPONSES = Chat(), Messages(), Responses()
+CHAT, MESSAGES, RESPONSES = ChatDialect(), MessagesDialect(), ResponsesDialect()
 DIALECTS = (CHAT, MESSAGES, RESPONSES)

@@ -18,7 +18,6 @@ import json
 import logging
 import math
 import secrets
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -34,7 +33,7 @@ log = logging.getLogger(__name__)
 
 UNTRAINED = "untrained"  # the model's name in requests that are answered, but do not belong to the rollout
 PARALLEL = 16  # requests of one session that are answered at the same time; others wait
-LARGEST = 64 * 2**20  # bytes of a request
+MAX_REQUEST_BYTES = 64 * 2**20  # bytes of a request
 QUIET = 15.0  # seconds without an answer after which a stream begins, so that no client gives up; until then errors keep their status
 
 
@@ -145,8 +144,8 @@ class Gateway:
     def __init__(self, routes: Callable[[web.UrlDispatcher], None] = lambda router: None) -> None:
         """`routes`: adds routes of its owner's."""
         self.sessions: dict[str, Session] = {}
-        self.url = ""
-        app = web.Application(client_max_size=LARGEST, middlewares=[_errors])
+        self.url, self.port = "", 0
+        app = web.Application(client_max_size=MAX_REQUEST_BYTES, middlewares=[_errors])
         for prefix in ("/v1", "/s/{key}/v1", "/s/{key}"):
             for dialect in DIALECTS:
                 app.router.add_post(prefix + dialect.route, self._reading(dialect, self._answer))
@@ -156,24 +155,13 @@ class Gateway:
             app.router.add_get(prefix + "/models/{model}", self._models)
         routes(app.router)
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
-        self._starting: asyncio.Task[None] | None = None
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> None:
-        """Listen, if no other call has begun it. Raises OSError."""
-        self._starting = self._starting or asyncio.create_task(self._start(host, port))
-        await asyncio.shield(self._starting)
-
-    async def _start(self, host: str, port: int) -> None:
+        """Listen. Raises OSError."""
         await self._runner.setup()
         await web.TCPSite(self._runner, host, port).start()
-        own = "127.0.0.1" if host in ("0.0.0.0", "::") else host
-        self.url = f"http://{own}:{self._runner.addresses[0][1]}"
-
-    async def listen(self, sock: socket.socket) -> web.BaseSite:
-        """Answer on a socket as well, which may belong to another network. `stop` of what is returned ends it."""
-        site = web.SockSite(self._runner, sock)
-        await site.start()
-        return site
+        self.port = self._runner.addresses[0][1]
+        self.url = f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{self.port}"
 
     def open(self, episode: Episode, *limits: Any, **more: Any) -> Session:
         """A session of a rollout, with these fields."""
@@ -217,7 +205,7 @@ class Gateway:
             except Refused:
                 raise
             except Exception as error:  # whatever a program can send
-                raise Refused(f"the request cannot be read: {in_one_line(error)}") from error
+                raise Refused(f"the request cannot be read: {error!r:.1000}") from error
             return await work(request, session, dialect, asked)
 
         return handle
@@ -257,11 +245,6 @@ class Gateway:
         return response
 
 
-def in_one_line(error: BaseException) -> str:
-    """What went wrong, for a program."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:1000]
-
-
 def _error_of(task: asyncio.Task[Reply]) -> Refused | None:
     """Why a request has no answer, for its program."""
     error = Refused("this session has ended", 403) if task.cancelled() else task.exception()
@@ -269,8 +252,8 @@ def _error_of(task: asyncio.Task[Reply]) -> Refused | None:
         return error
     if isinstance(error, PromptTooLong):
         return Refused(f"prompt is too long: maximum context length: {error}", code="context_length_exceeded")
-    log.warning("a program's request failed: %s", in_one_line(error))
-    return Refused(in_one_line(error), 502)
+    log.warning("a program's request failed: %s", f"{error!r:.1000}")
+    return Refused(f"{error!r:.1000}", 502)
 
 
 async def _begun(request: web.Request) -> web.StreamResponse:

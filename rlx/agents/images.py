@@ -16,6 +16,7 @@ from rlx.paths import cache_root
 
 PULL = 3600.0  # seconds for a command that fetches or builds
 ENGINES = ("podman", "docker")
+KINDS = ("bwrap", *ENGINES)
 BWRAP = "bwrap --unshare-all --unshare-user --uid 1000 --gid 1000 --die-with-parent --ro-bind / / --proc /proc --dev /dev true"
 TESTS = {"bwrap": BWRAP, "podman": "podman info", "docker": "docker info", "apptainer": "apptainer --version"}
 MISSING = {
@@ -41,16 +42,17 @@ def problem_of(kind: str) -> str | None:
 def choose(kind: str, image: str | None) -> str:
     """The kind of box for `envs.NAME.sandbox`. Raises ValueError with what to do if there is none."""
     named = image is not None and (not os.path.isdir(image) or os.path.exists(f"{image}/Dockerfile"))
-    fits = ENGINES if named else ("bwrap",) if image is None else ("bwrap", *ENGINES)
+    fits = ENGINES if named else ("bwrap",) if image is None else KINDS
+    if kind in KINDS and kind not in fits:
+        raise ValueError(
+            f"sandbox={kind} makes no boxes of the image {image} (box.image, or the task's): bwrap takes none or the folder of a root file "
+            "system; podman and docker take a name, an archive or a folder with a Dockerfile"
+        )
     wanted: Sequence[str] = fits if kind == "auto" else (kind,)
     found = next((each for each in wanted if problem_of(each) is None), None)
     if found is None:
         why = "; ".join(f"sandbox={each}: {problem_of(each)}" for each in wanted)
         raise ValueError(f"{why}; {MISSING[wanted[0]]}; rlx doctor says what this machine can do; without isolation: sandbox=none")
-    if found in ENGINES and image is None:
-        raise ValueError(f"sandbox={kind} needs an image: set box.image to a name or a folder with a Dockerfile")
-    if found == "bwrap" and named:
-        raise ValueError(f"sandbox=bwrap has no images by name and builds none: {image}. Set box.image to a root file system, or null")
     return found
 
 

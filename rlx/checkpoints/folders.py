@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlx.config.evaluated import is_due, pins
+from rlx.config.eval_envs import is_due, pins
 from rlx.config.schema import Config, EvaluatedRun, TrainingRoot
 from rlx.metrics import read_metrics
 from rlx.paths import COMPLETE, RunPaths, listed, write_text
@@ -256,7 +256,7 @@ def not_evaluated(cfg: TrainingRoot, paths: RunPaths, newest: int) -> set[int]:
 
     Evaluations of `rlx sft` may be any number of steps behind, and those of `rlx train` that do not hold back the updates.
     """
-    if not isinstance(cfg, EvaluatedRun) or not cfg.plays or (isinstance(cfg, Config) and pins(cfg)):
+    if not isinstance(cfg, EvaluatedRun) or not cfg.generates_rollouts or (isinstance(cfg, Config) and pins(cfg)):
         return set()  # updates wait for an evaluation, so `versions_kept` is enough
     done = {record["step"] for record in _evaluations(paths)}
     return {version for version in range(newest + 1) if is_due(cfg, version)} - done

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rlx.config.schema import SftRoot, TrainingRoot
-from rlx.config.tree import show
+from rlx.config.validate import show
 from rlx.paths import RunPaths, write_text
 
 

@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 from rlx import codec
 from rlx.checkpoints.folders import ORCHESTRATOR, being_written, sync
 from rlx.paths import RunPaths, atomic, listed
-from rlx.waiting import Preempted
+from rlx.polling import Preempted
 
 STATE = "state.rlx"
-POLL = 0.05  # seconds between two looks for a checkpoint being written
+POLL_SECONDS = 0.05  # seconds between two looks for a checkpoint being written
 
 T = TypeVar("T")
 
@@ -42,13 +42,13 @@ class Snapshots:
             if any(being_written(self.paths)):
                 last = await recorded()
                 self._answered.update(await asyncio.to_thread(self.answer, last + 1))
-            await asyncio.sleep(POLL)
+            await asyncio.sleep(POLL_SECONDS)
         raise Preempted
 
     async def answered_for(self, step: int) -> None:
         """Return when the checkpoint of `step` has the orchestrator's part."""
         while step not in self._answered:
-            await asyncio.sleep(POLL)
+            await asyncio.sleep(POLL_SECONDS)
 
     def take(self, step: int, state: Any) -> None:
         """Remember the state, a record, after the batches of `step` steps. Its parts must not change any more."""

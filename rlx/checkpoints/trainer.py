@@ -20,12 +20,12 @@ import xxhash
 from rlx.checkpoints import folders
 from rlx.checkpoints.folders import kept
 from rlx.checkpoints.orchestrator import STATE
-from rlx.config.evaluated import is_due
+from rlx.config.eval_envs import is_due
 from rlx.config.schema import CkptConfig, Config, TrainingRoot
 from rlx.paths import RunPaths, listed
-from rlx.train.checkpoint import Progress, Saver, Saving
+from rlx.polling import wait_for
+from rlx.train.checkpoint import Saver, Saving, TrainerProgress
 from rlx.train.step import PolicyTrainer
-from rlx.waiting import wait_for
 from rlx.weights.shapes import digest_of
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class Checkpoints:
         self.paths, self.config, self.trainer, self.last = paths, config, trainer, last
         self.facts, self.with_orchestrator, self.is_evaluated, self.tick = facts, with_orchestrator, is_evaluated, tick
         self.mesh, self.first = trainer.mesh, trainer.mesh.first
-        self.patient = True  # False: `save` does not wait for the orchestrator's part; call `finish(wait=False)` now and then
+        self.wait_for_orchestrator = True  # False: `save` does not wait for the orchestrator's part; call `finish(wait=False)` now and then
         self.saved: int | None = None  # step of this attempt's last complete checkpoint
         self._saver: Saver | None = None
         self._pending: tuple[int, Saving] | None = None
@@ -73,7 +73,7 @@ class Checkpoints:
             *(paths, replace(cfg.ckpt, interval=None) if cfg.bench else cfg.ckpt, trainer),
             last=cfg.max_steps,
             facts={"ranks": trainer.mesh.world_size, "model": cfg.model.name},
-            with_orchestrator=isinstance(cfg, Config) and cfg.plays,
+            with_orchestrator=isinstance(cfg, Config) and cfg.generates_rollouts,
             is_evaluated=partial(is_due, cfg),
             tick=tick,
         )
@@ -87,17 +87,17 @@ class Checkpoints:
 
         Raises CheckpointFailed, or RankLost if rank 0 could not do its part.
         """
-        self.mesh.agreed(self.finish)
+        self.mesh.run_on_all_or_raise(self.finish)
         if self.saved == step:
             return
         folder = folders.writing(self.paths, step)
-        self.mesh.agreed(lambda: self._or_fail(step, lambda: self._begin(step)))
-        progress = Progress(step, self.trainer.updates)
+        self.mesh.run_on_all_or_raise(lambda: self._or_fail(step, lambda: self._begin(step)))
+        progress = TrainerProgress(step, self.trainer.updates)
         saver = self._saver = self._saver or Saver(self.trainer, digest_of, in_background=self.config.save_async)
         saving = self._or_fail(step, lambda: saver.save(folder / folders.TRAINER, progress))
         self._pending = (step, saving)
         if not self.config.save_async:
-            self.finish(wait=self.patient)
+            self.finish(wait=self.wait_for_orchestrator)
 
     def wait_copied(self) -> None:
         """Return when the trainer may change its state again."""
@@ -107,7 +107,9 @@ class Checkpoints:
 
     def finish(self, *, wait: bool = True) -> None:
         """Complete the checkpoint being written in the background. If it is not ready, wait for it, or with `wait=False` return."""
-        if self._pending is None or not (wait or (self._pending[1].done and (self.patient or self._answered(self._pending[0])))):
+        if self._pending is None or not (
+            wait or (self._pending[1].done and (self.wait_for_orchestrator or self._answered(self._pending[0])))
+        ):
             return
         (step, saving), self._pending = self._pending, None
         self._or_fail(step, lambda: self._complete(step, saving))

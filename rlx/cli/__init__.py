@@ -55,6 +55,8 @@ def main(argv: list[str] | None = None) -> int:
     """
     if argv is None and not sys.flags.utf8_mode and locale.getencoding().lower() not in ("utf-8", "utf8"):  # of all files, too
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | {"PYTHONUTF8": "1"})
+    if argv is None:
+        os.environ.pop("PYTHONIOENCODING", None)  # the logs of processes are UTF-8
     gc.set_threshold(20_000)  # what composing makes stays; looking through it again and again was a twentieth of a dry run
     try:
         with safe_output():

@@ -1,4 +1,4 @@
-"""The lines of a benchmark's summary (`bench=true`), from its `bench.json` (`rlx.runs.measured`)."""
+"""The lines of a benchmark's summary (`bench=true`), from its `bench.json` (`rlx.runs.bench_summary`)."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class Command:
     configures: str = ""  # the command whose configuration it has; empty: its own
     fixed: tuple[str, ...] = ()  # overrides before the user's
     notice: str = ""  # printed before the start
-    display: str = "rlx.cli.playing:PlayDisplay"  # made of the run directory and the configuration
+    display: str = "rlx.cli.eval_display:PlayDisplay"  # made of the run directory and the configuration
     resolves: str = ""  # function that replaces what is found on this machine in the configuration, before it is written
 
     @property
@@ -87,11 +87,11 @@ TRAIN = Command(
   rlx train -m loss=grpo,gspo seed=1,2,3                six runs, one after the other; with launcher=slurm one job array
   rlx train -m sweeps=losses                            the sweep of the file sweeps/losses.yaml
   rlx train launcher=slurm slurm=my_cluster hardware=node8
-                                                        a job on a cluster: docs/slurm.md
+                                                        a job on a cluster: docs/cluster.md
   rlx train run.name=mine resume=latest                 resume outputs/mine from its newest checkpoint
   rlx train resume=outputs/mine max_steps=200           a new run, from the newest checkpoint of outputs/mine
   rlx train run.name=host trainer.max_concurrent_runs=2 lora.rank=16
-                                                        a trainer for the adapters of several runs: docs/many_runs.md
+                                                        a trainer for the adapters of several runs: docs/lora.md
   rlx train --config-dir DIR --config-name config       the saved configuration of another run
 """,
     (
@@ -110,7 +110,7 @@ SFT = Command(
                                                         all JSONL and Parquet files of a folder; validation every 20 steps
   rlx sft +data.sets.a.name=a.jsonl +data.sets.b.name=b.parquet data.sets.b.weight=3
                                                         two data sets; three of four rows come from b
-  rlx sft data.name=owner/name data.split=train[:90%] model=qwen3_8b hardware=node8 dry_run=true
+  rlx sft data.name=owner/name 'data.split="train[:90%]"' model=qwen3_8b hardware=node8 dry_run=true
                                                         a data set on the hub; show what would run, start nothing
   rlx sft data.name=data.jsonl -m optim.lr=1e-5,3e-5    two runs
   rlx sft data.name=data.jsonl env=reverse_text eval.interval=20
@@ -123,7 +123,7 @@ Data and masks: docs/sft.md
 """,
     ("data.name", "data.split", "data.batch_size", "val.name", "val.interval", "max_steps", "seed", "seq_len", "clean", *OF_A_RUN),
     display="rlx.cli.console:Console",
-    resolves="rlx.preflight.rows:resolve",
+    resolves="rlx.preflight.dataset_check:resolve",
 )
 EVAL = Command(
     "eval",
@@ -139,7 +139,7 @@ EVAL = Command(
   rlx eval env=math client.endpoints=endpoints.yaml client.endpoint=mine
   rlx eval env=math inference.base_url=[http://host:8000] inference.api_key='${oc.env:RLX_API_KEY}' model=qwen3_0_6b
                                                         a server of rlx that runs already
-  rlx eval run.name=mine … resume=latest                continue a killed evaluation; no finished rollout is played again
+  rlx eval run.name=mine … resume=latest                continue a killed evaluation; finished rollouts stay
 docs/evaluation.md
 """,
     (
@@ -150,23 +150,23 @@ docs/evaluation.md
 )
 SYNTHESIZE = Command(
     "synthesize",
-    "make training data: play environments with a model, keep what scored well",
+    "make training data: sample rollouts of environments, keep what scored well",
     """
   rlx synthesize env=tool_math model=qwen3_0_6b rollouts_per_example=8 num_examples=500 min_reward=1
                                                         every rollout that scored 1, once
-  rlx synthesize env=[math,countdown] weights_dir=outputs/mine prefer=best per_example=1
+  rlx synthesize env=[math,countdown] weights_dir=outputs/mine select_by=best per_example=1
                                                         with a run's newest weights; the best rollout of each example
   rlx synthesize env=sums client.base_url=https://api.example.com/v1 client.api_key_var=MY_KEY model.name=big-model
                                                         with a model that somebody else serves
-  rlx synthesize run.name=mine resume=latest            go on after a kill; nothing is played twice. Give the same keys
+  rlx synthesize run.name=mine … resume=latest          continue after a kill, with the same keys; finished rollouts stay
   rlx synthesize --config-dir outputs/mine --config-name config resume=latest play=false min_reward=0.5
-                                                        choose again from what was played; starts no server
+                                                        choose again from the finished rollouts; starts no server
 
 The data is `data/train.jsonl` of the run directory; `data/metadata.json` says where it comes from.
-`rlx sft` reads it. docs/synthesis.md has the columns and the rules.
+`rlx sft` reads it. docs/distillation.md has the columns and the rules.
 """,
     (
-        *("num_examples", "rollouts_per_example", "min_reward", "max_reward", "prefer", "per_example", "exactly", "duplicates"),
+        *("num_examples", "rollouts_per_example", "min_reward", "max_reward", "select_by", "per_example", "require_all", "duplicates"),
         *("drop_failed", "drop_truncated", "play", "weights_dir", "step", *OF_PLAYING, *OF_A_RUN),
     ),
     resolves="rlx.runs.weights:resolve_step",
@@ -184,7 +184,7 @@ GATEWAY = Command(
   OPENAI_BASE_URL=… OPENAI_API_KEY=… my-agent           or ANTHROPIC_BASE_URL (without /v1) and ANTHROPIC_API_KEY
   curl -X POST -H "Authorization: Bearer KEY" -d '{"reward": 1}' http://127.0.0.1:8765/sessions/ID/end
 
-It is `rlx eval env=gateway`: what was played is in the run directory. `rlx train env=gateway` trains from programs in the same way, and
+It is `rlx eval env=gateway`: the rollouts are in the run directory. `rlx train env=gateway` trains from programs in the same way, and
 `rlx synthesize env=gateway` makes training data of them. docs/agents.md has the routes.
 """,
     ("num_examples", "sampling.max_tokens", "sampling.temperature", "orchestrator.max_concurrent", *OF_A_RUN),

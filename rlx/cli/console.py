@@ -13,12 +13,12 @@ from rlx.checkpoints.folders import best_of
 from rlx.cli.bench import rows_of
 from rlx.cli.display import Display, Progress, count, sparkline
 from rlx.config.schema import SftRoot
+from rlx.invocation import program
 from rlx.paths import write_text
 from rlx.rollout.failures import in_words
-from rlx.runs.measured import STAGES, measured
+from rlx.runs.bench_summary import STAGES, measured
 from rlx.runs.members import members_in
 from rlx.runs.status import read_status
-from rlx.started import program
 from rlx.terminal import clock
 
 CURVES = {"reward": ("reward/mean", "orchestrator"), "loss": ("loss/nll", "trainer"), "val": ("val/loss", "val")}
@@ -41,7 +41,7 @@ class Console(Display):
 
     def __init__(self, run_dir: Path | str, cfg: Any) -> None:
         super().__init__(run_dir, cfg)
-        self.history.counted = cfg.counted if cfg.bench else "trainer"
+        self.history.counted = cfg.progress_source if cfg.bench else "trainer"
 
     # while it runs
 
@@ -103,7 +103,7 @@ class Console(Display):
         return rows
 
     def _reached(self) -> str:
-        common = " common" if self.cfg.hosts else f" of {self.cfg.max_steps}"
+        common = " common" if self.cfg.is_shared_trainer else f" of {self.cfg.max_steps}"
         return f" after {self.history.steps}{common} steps"
 
     def _learned(self) -> Iterator[tuple[str, str]]:
@@ -147,7 +147,7 @@ class Console(Display):
 
     def _members(self) -> Iterator[tuple[str, str]]:
         """The runs of a shared trainer."""
-        for name in members_in(self.paths.root) if self.cfg.hosts else ():
+        for name in members_in(self.paths.root) if self.cfg.is_shared_trainer else ():
             status = read_status(self.paths.member(name.removeprefix("run_")))
             if status is not None:
                 yield name, f"{status.state}, {status.step} of {status.max_steps} steps"
@@ -155,7 +155,7 @@ class Console(Display):
     def suggestions(self) -> list[str]:
         root = self.paths.root
         lines = [f"bash {shlex.quote(str(root / 'reproduce.sh'))}   # the same run again"]
-        if isinstance(self.cfg, SftRoot) and not self.cfg.lora.on:  # adapters are no model to start from
+        if isinstance(self.cfg, SftRoot) and not self.cfg.lora.enabled:  # adapters are no model to start from
             weights = shlex.quote(f"model.name={self.paths.weights_of(self.cfg.max_steps)}")
             lines.append(f"{program()} env=… model=… {weights}   # reinforcement learning from the result")
         if self.run.rollouts:  # a replay has none, nor a run with orchestrator.save_rollouts=false

@@ -28,12 +28,12 @@ from rich.text import Text
 from rlx.checkpoints.folders import steps as checkpoints
 from rlx.config.roots import root_of
 from rlx.heartbeat import Ages, in_phase, read_heartbeats
+from rlx.invocation import program
 from rlx.launch.stall import STACKS
 from rlx.paths import listed
 from rlx.runs.history import History
 from rlx.runs.run import Run
 from rlx.runs.status import Restart, last_lines
-from rlx.started import program
 from rlx.terminal import clock, raw, shown
 
 BLOCKS = "▁▂▃▄▅▆▇█"

@@ -11,8 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlx.config.shipped import LANGUAGE_MODEL, default_seq_len, options_by_id, shipped_options
-from rlx.started import program
+from rlx.config.presets import LANGUAGE_MODEL, default_seq_len, options_by_id, shipped_options
+from rlx.invocation import program
 
 if TYPE_CHECKING:
     from rlx.envs.kinds import Listed
@@ -109,7 +109,7 @@ def _info(chosen: argparse.Namespace) -> int:
     from rlx.config.pythons import python_for, sources_of
     from rlx.config.schema import EnvConfig
     from rlx.config.yaml_files import described
-    from rlx.preflight.probes import about_of
+    from rlx.preflight.env_probe import about_of
 
     env_id = shipped_options().get(chosen.name, chosen.name)
     own = python_for(env_id)
@@ -135,7 +135,7 @@ def next_commands(env_id: str, prompt_chars: int = 0) -> list[str]:
 
 
 def _install(chosen: argparse.Namespace) -> int:
-    from rlx.preflight.packages import InstallFailed, install
+    from rlx.preflight.env_install import InstallFailed, install
 
     try:
         done = install(chosen.name)

@@ -32,7 +32,7 @@ def run(name: str, given: Sequence[str], as_json: bool) -> int:
     from rlx.config.load import compose
     from rlx.config.yaml_files import described
     from rlx.paths import RunPaths
-    from rlx.preflight.probes import environments_of
+    from rlx.preflight.env_probe import environments_of
     from rlx.rollout.env_report import diagnose
     from rlx.rollout.eval_results import RESULTS, read_results
     from rlx.runs.status import read_status
@@ -44,7 +44,7 @@ def run(name: str, given: Sequence[str], as_json: bool) -> int:
             "a check plays one environment with the initial model, two rollouts of an example or more.\n"
             "  fix: leave out env=, weights_dir= and rollouts_per_example=1; rlx eval has them"
         )
-    answer = {"env": name, "worth": False, "playable": False, "reasons": [], "notes": [], "facts": None, "results": None}
+    answer = {"env": name, "trainable": False, "playable": False, "reasons": [], "notes": [], "facts": None, "results": None}
     paths, code = RunPaths(Path(cfg.run.dir or Path("outputs") / str(cfg.run.name)).expanduser().absolute()), NOT_PLAYABLE
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         try:
@@ -64,11 +64,11 @@ def run(name: str, given: Sequence[str], as_json: bool) -> int:
         own = cfg.envs[env]
         verdict = diagnose(read_results(file), own.sampling.max_tokens or cfg.sampling.max_tokens)
         answer |= asdict(verdict) | {"results": str(file)}
-        code = WORTH if verdict.worth else NOT_WORTH if verdict.playable else NOT_PLAYABLE
-        head = "worth training on" if verdict.worth else "not worth training on as it is" if verdict.playable else "not playable"
+        code = WORTH if verdict.trainable else NOT_WORTH if verdict.playable else NOT_PLAYABLE
+        head = "worth training on" if verdict.trainable else "not worth training on as it is" if verdict.playable else "not playable"
         said = [f"\n{own.id} with {cfg.model.name}", described(verdict.facts), f"{head}:"]
         said += [f"  {note}" for note in (*verdict.reasons, *(f"note: {note}" for note in verdict.notes))]
-        said += [f"next: {next_commands(own.id)[1]}"] if verdict.worth else []
+        said += [f"next: {next_commands(own.id)[1]}"] if verdict.trainable else []
         print("\n".join([*said, f"results: {file}"]), file=sys.stderr if as_json else sys.stdout)
     if as_json:
         print(json.dumps(answer | {"exit_code": code}, indent=1))
@@ -77,7 +77,7 @@ def run(name: str, given: Sequence[str], as_json: bool) -> int:
 
 def overrides(name: str, given: Sequence[str]) -> tuple[str, list[str]]:
     """(its name in the configuration, the arguments of the evaluation) for an environment or an option of the group `env`."""
-    from rlx.config.shipped import options_by_id, shipped_options
+    from rlx.config.presets import options_by_id, shipped_options
 
     option = name if name in shipped_options() else options_by_id().get(name)
     env, keys = option or "custom", {word.partition("=")[0].lstrip("+") for word in given}

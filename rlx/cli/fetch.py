@@ -29,8 +29,8 @@ def run(argv: list[str]) -> int:
     from rlx.cli.commands import BY_NAME
     from rlx.config.load import compose
     from rlx.plan.environment import hub_variables
+    from rlx.preflight.env_probe import environments_of, lines_of
     from rlx.preflight.hub import fetch_models, hub_cache, use_cache
-    from rlx.preflight.probes import environments_of, lines_of
 
     name, rest = (argv[0], argv[1:]) if argv and argv[0] in OF else ("train", argv)
     command = BY_NAME[name]

@@ -6,9 +6,9 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import fields
 
+from rlx.config.presets import shipped_groups
 from rlx.config.roots import has_key, key_of
-from rlx.config.shipped import shipped_groups
-from rlx.config.tree import type_at
+from rlx.config.validate import type_at
 
 FOR_ALL = ("experiment", "sweeps")  # groups without a key of their own
 WIDTH = 120

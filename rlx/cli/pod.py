@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rlx.launch.agents import Agent
 
 SUMMARY = "one host of a run over several (on Kubernetes the command of its containers; elsewhere by hand)"
-LOOK = 1.0  # seconds between two looks of a waiting host at the first host's exit code
+POLL_SECONDS = 1.0  # seconds between two looks of a waiting host at the first host's exit code
 SHOWN = 20.0  # seconds that the display has to end after the run
 
 
@@ -35,7 +35,7 @@ rlx pod: {SUMMARY}.
 
 usage: rlx pod --job NAME --nodes N --volume DIR [--gpus N] [--hosts NAME:PORT,…] COMMAND [key=value …]
 
-On Kubernetes the containers of the chart in `charts/rlx` run it (docs/kubernetes.md). Elsewhere start it on each host by hand, with
+On Kubernetes the containers of the chart in `charts/rlx` run it (docs/cluster.md). Elsewhere start it on each host by hand, with
 --hosts (docs/cluster.md).
 COMMAND is train, sft, eval or synthesize. Host 0 runs it, in DIR/<run.name>; the others serve it until it ends. After a restart the run
 resumes from its newest checkpoint.
@@ -78,7 +78,7 @@ def _as_init(argv: list[str]) -> int:
 def _host(given: Namespace, overrides: list[str]) -> int:
     from rlx.launch.agents import PORT, Agent
     from rlx.paths import write_text
-    from rlx.waiting import LEFT
+    from rlx.polling import LEFT
 
     index = int(os.environ.setdefault("JOB_COMPLETION_INDEX", "0"))  # it shows the rules that this is a pod
     file = given.volume / ".nodes" / f"{given.job}-{os.environ.get('JOB_UID', '')}"
@@ -106,7 +106,7 @@ def _serve(agent: Agent, index: int, end: Callable[[], str | None]) -> int:
 
     `end`: what the first host left, its exit code and a word of its own.
     """
-    from rlx.waiting import LEFT
+    from rlx.polling import LEFT
 
     taken = threading.Event()
 
@@ -115,7 +115,7 @@ def _serve(agent: Agent, index: int, end: Callable[[], str | None]) -> int:
 
     signal.signal(signal.SIGTERM, leave)
     print(f"host {index} serves", flush=True)
-    while not taken.wait(LOOK):
+    while not taken.wait(POLL_SECONDS):
         if (code := end()) is not None:
             return int(code.split()[0])
     agent.give_notice()
@@ -129,19 +129,19 @@ def _first(given: Namespace, overrides: list[str], hosts: list[tuple[str, int]],
     from rlx.cli.commands import BY_NAME
     from rlx.cli.start import label_of, resolve
     from rlx.launch.agents import wait_for_agents
-    from rlx.launch.pods import after_missing, attempt, is_restart, make_token
+    from rlx.launch.k8s import after_missing, attempt, is_restart, make_token
     from rlx.paths import RunPaths
     from rlx.plan.make import make_plan
-    from rlx.runs.claim import settle
+    from rlx.polling import LEFT
+    from rlx.runs.run_dir import resolve_run_dir
     from rlx.runs.status import read_status
-    from rlx.waiting import LEFT
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(LEFT))
     command = BY_NAME[given.command]
     composed, cfg = resolve(arguments(given, overrides, command.root), command)
     if cfg.run.dir is None:
         cfg = replace(cfg, run=replace(cfg.run, dir=str(given.volume / str(cfg.run.name))))
-    cfg = settle(cfg, label_of(composed, command))
+    cfg = resolve_run_dir(cfg, label_of(composed, command))
     plan = make_plan(cfg, Path(str(cfg.run.dir)))
     needed = max(spec.node for spec in plan) + 1
     if needed > given.nodes:
@@ -184,7 +184,7 @@ def arguments(given: Namespace, overrides: list[str], root: Root) -> list[str]:
     """
     from rlx.config.environment import variable_of
     from rlx.config.gpus import choose_layout
-    from rlx.config.tree import secret_keys
+    from rlx.config.validate import secret_keys
 
     typed = {part.partition("=")[0] for part in overrides}
     has_all = bool(typed & {"--config-name", "-cn"})

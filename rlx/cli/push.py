@@ -78,7 +78,7 @@ def card(run: Run, step: int, name: str) -> str:
     from rlx.config.checks.run import is_path
 
     cfg, record, history = run.config, run.provenance or {}, run.history
-    model, adapter = getattr(cfg, "model", None), bool(getattr(cfg, "lora", None) and cfg.lora.on)  # type: ignore[union-attr]
+    model, adapter = getattr(cfg, "model", None), bool(getattr(cfg, "lora", None) and cfg.lora.enabled)  # type: ignore[union-attr]
     base = None if model is None or model.warm_start is not None or is_path(model.name) or Path(model.name).is_dir() else model.name
     head = {"library_name": "peft" if adapter else "transformers", "tags": ["rlx", "reinforcement-learning"], "base_model": base}
     rows = {

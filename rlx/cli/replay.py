@@ -23,7 +23,7 @@ usage: rlx replay RUN --step N loss=OPTION [loss.KEY=VALUE …] [envs.NAME.loss=
 
 Both objectives get the recorded batch and the policy of that step, so log-probabilities are equal. The weight of a token is
 the factor of ∇log π that an objective gives it. Shown are both gradients, weights by environment and sign of advantage, and the
-tokens that differ most. Nothing of the run changes; tokens.csv and summary.json are written to RUN/replays/. docs/replay.md
+tokens that differ most. Nothing of the run changes; tokens.csv and summary.json are written to RUN/replays/. docs/resume.md
 explains the numbers and both files.
 
 The policy comes from weights/step_N or, if that is gone, from the nearest checkpoint and the recorded steps after it.

@@ -17,7 +17,7 @@ usage: rlx report RUN|SWEEP [--out FILE] [--score METRIC] [--csv FILE]
 
   --out FILE                                      the page; default: report.html in that directory
   --score METRIC                                  a run's score in a sweep: its last value of eval/math/avg@1, say; default: its reward
-  --csv FILE                                      also the runs of a sweep as a table, one a line
+  --csv FILE                                      also the run, or the runs of a sweep, as a table, one a line
 
   rlx report outputs/mine                         curves, stage times, dropped rollouts, evaluations, samples, provenance
   rlx report outputs/losses                       a sweep: curves with bands over seeds, interquartile means, what differs
@@ -34,6 +34,7 @@ def run(argv: list[str]) -> int:
     from rlx.config.errors import ConfigError
     from rlx.paths import RunPaths, atomic
     from rlx.report.gather import gather, open_all, training
+    from rlx.report.sweep import csv_of
 
     parser = Parser("report")
     parser.add_argument("directory", type=Path)
@@ -47,27 +48,26 @@ def run(argv: list[str]) -> int:
     if given.score is not None and all(facts.score is None for facts in found):
         known = ", ".join(sorted({name for facts in found for name in facts.names("eval") if "@" in name}))
         raise ConfigError(f"no run has the metric {given.score} (--score).\n  fix: name one of {known or 'those in metrics.jsonl'}")
+    target = given.out.expanduser() if given.out is not None else RunPaths(directory).report
     if is_sweep:
-        from rlx.report.sweep import csv_of
         from rlx.report.sweep import report as sweep_report
 
         html = sweep_report(directory, found, others)
-        if given.csv is not None:
-            given.csv.expanduser().write_text(csv_of(found), encoding="utf-8")
     else:
         from rlx.report.single import report as run_report
         from rlx.report.timeline import write_timeline
 
         with contextlib.suppress(OSError):  # a directory that may only be read
             write_timeline(RunPaths(directory))
-        html = run_report(found[0])
-    target = given.out.expanduser() if given.out is not None else RunPaths(directory).report
+        html = run_report(found[0], target.parent)
     content = html.encode(errors="backslashreplace")
-    try:
-        with atomic(target) as temporary:
-            temporary.write_bytes(content)
-    except OSError as error:
-        raise ConfigError(f"{target} cannot be written: {error.strerror}\n  fix: name another file with --out FILE") from error
+    files = {"--out": (target, content)} | ({"--csv": (given.csv.expanduser(), csv_of(found).encode())} if given.csv is not None else {})
+    for option, (file, written) in files.items():
+        try:
+            with atomic(file) as temporary:
+                temporary.write_bytes(written)
+        except OSError as error:
+            raise ConfigError(f"{file} cannot be written: {error.strerror}\n  fix: name another file with {option} FILE") from error
     print(f"{target}   {len(content) / 1e6:.1f} MB, {f'a sweep of {len(found)} runs' if is_sweep else 'a run'}")
     problems = [f"{facts.name}: {problem}" for facts in found for problem in facts.problems]
     for line in [*(f"not shown: {line}" for line in others), *problems]:

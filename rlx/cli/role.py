@@ -57,10 +57,10 @@ def _run(role: str, argv: list[str]) -> int:
     from rlx.config.load import compose
     from rlx.plan.environment import environment_of
     from rlx.plan.make import make_plan
-    from rlx.preflight.probes import environments_of, lines_of
+    from rlx.preflight.env_probe import environments_of, lines_of
     from rlx.process import SUPERVISOR
-    from rlx.runs.claim import join, settle
     from rlx.runs.provenance import begun_on
+    from rlx.runs.run_dir import join, resolve_run_dir
 
     parser = Parser(role)
     parser.add_argument("--replica", type=int, default=0)
@@ -71,7 +71,7 @@ def _run(role: str, argv: list[str]) -> int:
             f"`rlx {role}` would wait for ever: in a directory of its own it meets no other role.\n"
             "  fix: run.dir=PATH, the same for all roles"
         )
-    cfg = settle(composed.cfg, composed.label)
+    cfg = resolve_run_dir(composed.cfg, composed.label)
     root = str(cfg.run.dir)
     plan = make_plan(cfg, Path(root))
     spec = next((spec for spec in plan if (spec.role, spec.replica) == (role, given.replica)), None)

@@ -26,8 +26,8 @@ def run(argv: list[str]) -> int:
     from rlx.cli.view import arguments
     from rlx.runs.rollouts import TRAIN, Rollouts
     from rlx.runs.selection import one_of_each
-    from rlx.view.chosen import choose
-    from rlx.view.lines import plain
+    from rlx.view.format_rollout import plain
+    from rlx.view.selection import choose
 
     given = arguments("show", argv, HOW_MANY)
     rollouts = Rollouts(given.run)

@@ -10,23 +10,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlx.config.errors import ConfigError
+from rlx.config.instantiate import must_be_built, nodes_of
 from rlx.config.load import Composed, compose, to_yaml
+from rlx.config.run_config import is_fork
 from rlx.config.schema import CommandConfig
 from rlx.config.sweeps import is_sweep
-from rlx.config.targets import must_be_built, nodes_of
 from rlx.plan.environment import hub_variables
 from rlx.plan.explain import explain
 from rlx.plan.make import make_plan
 from rlx.plan.memory import fit_lines
 from rlx.plan.place import require_one_host
-from rlx.plan.record import ProcessSpec
-from rlx.preflight.chats import check_chats
+from rlx.plan.process_spec import ProcessSpec
+from rlx.preflight.chat_template_check import check_chats
 from rlx.preflight.doctor import ask_first
+from rlx.preflight.env_probe import environments_of, lines_of
 from rlx.preflight.hub import check_cache, use_cache
-from rlx.preflight.probes import environments_of, lines_of
-from rlx.runs.claim import changes, create, settle, sources, write_description
 from rlx.runs.config_diff import change_note
-from rlx.runs.rewind import is_fork
+from rlx.runs.run_dir import changes, create, resolve_run_dir, sources, write_description
 from rlx.runs.status import Cause, read_status
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def run(argv: list[str], command: Command) -> int:
 
         return sweep.run(argv, command)
     composed, resolved = resolve(argv, command)
-    cfg = settle(resolved, label_of(composed, command))
+    cfg = resolve_run_dir(resolved, label_of(composed, command))
     root = Path(str(cfg.run.dir))
     plan = make_plan(cfg, root)
     if cfg.launcher.name == "slurm":
@@ -65,8 +65,8 @@ def run(argv: list[str], command: Command) -> int:
 
         exit_code = launch(paths, cfg, lock, command.show(paths.root, cfg))
     else:
-        from rlx.launch.follow import follow
         from rlx.launch.slurm import FOLDER, submit
+        from rlx.launch.wait_for_job import follow
 
         try:
             (job,) = submit([(paths, cfg)], str(cfg.run.name), paths.root / FOLDER)  # the name that a dry run shows

@@ -18,7 +18,7 @@ from rlx.config.errors import ConfigError
 if TYPE_CHECKING:
     from rlx.cli.commands import Command
     from rlx.config.composition import Kept
-    from rlx.config.sweeps import Line, Sweep
+    from rlx.config.sweeps import Sweep, SweepLine
     from rlx.launch.sweep import Element
 
 
@@ -42,10 +42,10 @@ def folder(sweep: Sweep) -> Path:
     return Path(sweep.directory).expanduser().absolute() if sweep.directory else Path("outputs").absolute() / sweep.name
 
 
-def checked(lines: Sequence[Line], directory: Path, command: Command) -> list[Element]:
+def checked(lines: Sequence[SweepLine], directory: Path, command: Command) -> list[Element]:
     """Compose, check and plan all runs of a command. Raises one ConfigError with the problems of all of them."""
+    from rlx.config.instantiate import all_nodes_of
     from rlx.config.schema import RunConfig
-    from rlx.config.targets import all_nodes_of
     from rlx.launch.sweep import Element
     from rlx.plan.make import make_plan
 
@@ -82,7 +82,7 @@ def checked(lines: Sequence[Line], directory: Path, command: Command) -> list[El
 def start(elements: list[Element], name: str, directory: Path, *, wait: bool) -> int:
     """Start the elements that are not done or alive; return the exit code."""
     from rlx.launch import sweep
-    from rlx.launch.follow import wait_for_jobs
+    from rlx.launch.wait_for_job import wait_for_jobs
 
     with sweep.alone(directory):
         launcher = elements[0].cfg.launcher
@@ -149,7 +149,7 @@ def dry_run(elements: list[Element], sweep: Sweep, directory: Path) -> str:
     """The report of a dry run: the elements, the first one's plan, and the sbatch script of the array."""
     from rlx.launch.slurm import FOLDER, sbatch_script
     from rlx.plan.explain import explain
-    from rlx.runs.claim import write_description
+    from rlx.runs.run_dir import write_description
 
     explained = {each.name: explain(each.cfg, each.plan, {}, [], str(each.paths.root), each.environments) for each in elements}
     script = None

@@ -49,7 +49,7 @@ def arguments(command: str, argv: list[str], count: int) -> argparse.Namespace:
 
 def run(argv: list[str]) -> int:
     from rlx.runs.rollouts import Rollouts
-    from rlx.view.chosen import as_list, choose, summary
+    from rlx.view.selection import as_list, choose, summary
 
     given = arguments("view", argv, HOW_MANY)
     rollouts = Rollouts(given.run)

@@ -18,7 +18,7 @@ SUMMARY = "follow a run: progress, phases, last log lines, closing summary"
 UPDATE = 0.2  # seconds between two displays
 ASK = 10.0  # seconds between two questions to SLURM
 WAIT = 30.0  # seconds between two questions why the job waits, which are about all users' jobs
-PATIENCE = 5.0  # seconds after which a run that seems lost is: files of another host arrive late
+LOST_SECONDS = 5.0  # seconds after which a run that seems lost is: files of another host arrive late
 ENDED = ("completed", "failed", "interrupted", "preempted", "lost", "not started")
 
 
@@ -47,7 +47,7 @@ def run(argv: list[str]) -> int:
     given = parser.parse_args(argv)
     found = Run.open(given.run)
     if given.tmux:
-        from rlx.cli.panes import show
+        from rlx.cli.tmux import show
 
         return show(found)
     try:
@@ -81,7 +81,7 @@ def watch(run: Run) -> int:
         state, sign = run.state(jobs), (run.status or status).updated
         if state != "lost" or sign != status.updated:  # the clock of another host may be wrong, but its file changes
             seen, status = now, run.status or status
-        if state in ENDED and now - seen >= (PATIENCE if state == "lost" else 0) and not _comes_back(run, state, jobs):
+        if state in ENDED and now - seen >= (LOST_SECONDS if state == "lost" else 0) and not _comes_back(run, state, jobs):
             break
         if not state.startswith("waiting"):
             console.note, explained = "", -math.inf

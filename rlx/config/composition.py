@@ -2,7 +2,7 @@
 
 Order, weakest first: the schema's defaults, the group options and values of `train.yaml`, `RLX_…` variables, the experiment or
 the user's file, the command line. Hydra's defaults list says which files count, and in which order; they are merged here as plain values,
-which also tells where each came from (`Origins`). `tree.py` then finds wrong types, wrong ranges and unknown keys, all in one pass.
+which also tells where each came from (`Origins`). `validate.py` then finds wrong types, wrong ranges and unknown keys, all in one pass.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
-from rlx.config.environment import Variable, read_variables
+from rlx.config.environment import PREFIX, Variable, read_variables
 from rlx.config.errors import ConfigError
+from rlx.config.from_run import Inherited, of_name
 from rlx.config.gpus import choose_layout
-from rlx.config.inherited import Inherited, of_name
-from rlx.config.nested import flatten, merge, nested, section_at, use_own_names
-from rlx.config.overrides import LATE, Groups, Request, chooses_one, line_of, one_each, parse, read_request, read_variable, value_of
+from rlx.config.nested import flatten, merge, nested, renamed, section_at, use_own_names, with_own_names
+from rlx.config.overrides import LATE, CommandLine, Groups, chooses_one, line_of, one_each, parse, read_request, read_variable, value_of
 from rlx.config.per_env_loss import KEY, NODES, Preset, as_node, fill_in, spell_out
 from rlx.config.roots import ROOTS, TRAIN, Root, key_of
-from rlx.config.run_config import Source, escaped, source_of
+from rlx.config.run_config import ConfigSource, escaped, is_fork, source_of
 from rlx.config.schema import MISSING
 from rlx.config.search_path import file_at, is_shipped, label, make_loader
-from rlx.config.tree import Origins, Problem, optional_sections
+from rlx.config.validate import Origins, Problem, optional_sections
 from rlx.config.yaml_files import read
 
 SCHEMA = "rlx_schema"  # every key with its default; first in the defaults list
@@ -66,6 +66,7 @@ class Files:
     choices: dict[str, str]  # group -> option; several options are joined with "+"
     swept: dict[str, Any]  # `hydra.sweeper.params` of the files: what a sweep varies
     own: dict[str, Path]  # the user's own files
+    renamed: list[str]  # messages about keys that these give by an older name
 
 
 Kept = dict[tuple[Any, ...], Files]
@@ -96,6 +97,10 @@ def compose_tree(argv: list[str], environ: Mapping[str, str], root: Root = TRAIN
     source = source_of(request, root)
     compose = functools.partial(_compose, request, source, environ, root, {} if kept is None else kept)
     tree = compose()
+    resume, origin = tree.data.get("resume"), tree.origins.find("resume")
+    if source is None and request.config_name == root.command and is_fork(resume) and origin != "command line":
+        # The rest would be rlx's defaults, not the source's configuration.
+        raise ConfigError(f"resume={resume} ({origin}) makes a fork, which is named on the command line.\n  fix: add resume={resume}")
     layout = _layout_of_cluster(tree)
     found = [] if source is not None else root.inherits(tree.data, tree.chosen) or of_name(tree.data, tree.chosen)
     refused = {group: why for each in found for group, why in each.refuses.items() if group in tree.chosen}
@@ -124,8 +129,8 @@ def _layout_of_cluster(tree: Tree) -> tuple[str, str] | None:
 
 
 def _compose(
-    request: Request,
-    source: Source | None,
+    request: CommandLine,
+    source: ConfigSource | None,
     environ: Mapping[str, str],
     root: Root,
     kept: Kept,
@@ -185,6 +190,10 @@ def _compose(
     problems_found = _sections_off(root, origins, {o.key_or_group for o in values if isinstance(value_of(o), dict)})
     data = _resolve(data, origins, problems_found)
     notes += [f"hardware=auto: {layout[1]}"] if files.choices.get("hardware") == "auto" else []
+    typed = [line.partition("=")[0].lstrip("+~") for line in request.lines]
+    typed += [inner for o in values if isinstance(value_of(o), dict) for inner in flatten(value_of(o), o.key_or_group)]
+    typed += [name.removeprefix(PREFIX).lower().replace("__", ".") for name in environ if name.startswith(PREFIX)]
+    notes += [*files.renamed, *renamed(typed)]
     return Tree(data, origins, dict(files.choices), list(request.lines), notes, problems_found, files.swept, chosen)
 
 
@@ -199,7 +208,8 @@ def _store(root: Root, variables: Sequence[Variable], inherited: Sequence[Inheri
     for name, node in nodes.items():
         ConfigStore.instance().store(name=name, node=node, package="_global_")
     schema = [Layer(dataclasses.asdict(root.schema()), "")]
-    set_by = [Layer(nested(v.key, read_variable(v)), v.name, of_file=False, typed=True) for v in variables if not v.is_group]
+    values = [(nested(*with_own_names(v.key, read_variable(v))), v.name) for v in variables if not v.is_group]
+    set_by = [Layer(value, name, of_file=False, typed=True) for value, name in values]
     given = [Layer(escaped(each.values) if each.literal else each.values, each.origin) for each in inherited]
     return {SCHEMA: schema, root.schema_name: schema, VARIABLES: set_by, INHERITED: given, CHOSEN: []}
 
@@ -218,6 +228,7 @@ def _files(loader: ConfigLoader, name: str, lines: list[str], groups: Groups, st
     layers: list[Layer] = []
     swept: dict[str, Any] = {}
     own: dict[str, Path] = {}
+    old: list[str] = []
     for default in (each for each in found if each.config_path is not None):
         path = str(default.config_path)
         file = file_at(loader, path)
@@ -227,13 +238,14 @@ def _files(loader: ConfigLoader, name: str, lines: list[str], groups: Groups, st
             values = {name: value for name, value in read(file).items() if name != "defaults"}
             swept |= ((values.pop("hydra", None) or {}).get("sweeper") or {}).get("params") or {}
             values = nested(default.package or "", values)
+            old += renamed(flatten(values))
             use_own_names(values)
             of_group = "/" in path
             own |= {} if is_shipped(file) else {f"{path}.yaml": file}
             layers.append(
                 Layer(groups.of_command(values) if of_group else values, label(file), of_group=of_group, shipped=is_shipped(file))
             )
-    return Files(layers, _find_choices(found, groups.names), swept, own)
+    return Files(layers, _find_choices(found, groups.names), swept, own, old)
 
 
 def _find_choices(defaults: list[ResultDefault], groups: list[str]) -> dict[str, str]:
@@ -259,6 +271,7 @@ def _set_values(data: dict[str, Any], overrides: list[Override], origins: Origin
             key = f"envs.{names[0] if len(names) == 1 else '<name>'}.{key.removeprefix('env.')}"
             if len(names) != 1:
                 raise ConfigError(f"`{line_of(o)}` needs one environment, but this run has {', '.join(names) or 'none'}.\nUse {key}=…")
+        key, value = with_own_names(key, value)
         *above, last = key.split(".")
         if o.is_delete():
             if section_at(data, above).pop(last, o) is o:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from rlx.config.nested import own_name
 from rlx.config.roots import has_key, key_of, where_else
 from rlx.config.suggest import near_keys
-from rlx.config.tree import closest, split_optional, type_at
+from rlx.config.validate import closest, split_optional, type_at
 
 PREFIX = "RLX_"
 RESERVED = {

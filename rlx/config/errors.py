@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import yaml
+
+MOST = 64 << 20  # bytes of a file that is read whole
+LINES = (".jsonl", ".zst")  # suffixes of files that are read line by line, however many these are
 
 
 class ConfigError(Exception):
@@ -22,8 +27,15 @@ class ConfigError(Exception):
 
 @contextmanager
 def may_read(path: Path) -> Iterator[None]:
-    """Turn a PermissionError into a ConfigError that names the file; `path` if the error names none."""
+    """Turn a PermissionError into a ConfigError that names the file; `path` if the error names none.
+
+    Raises ConfigError also for what may be in a stranger's directory: a pipe or a device, which would be read for ever, or a huge file.
+    """
     try:
+        found = os.stat(path) if os.path.exists(path) else None
+        huge = found is not None and found.st_size > MOST and Path(path).suffix not in LINES
+        if found is not None and not stat.S_ISDIR(found.st_mode) and (huge or not stat.S_ISREG(found.st_mode)):
+            raise ConfigError(f"{path} is not read: it is a pipe or a device, or has more than {MOST >> 20} MiB")
         yield
     except PermissionError as error:
         raise ConfigError(f"you may not read {error.filename or path} ({error.strerror}).\n  fix: ask its owner") from error

@@ -18,19 +18,19 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 from rlx.config.checks import check
 from rlx.config.checks.sizes import use_own_sizes
 from rlx.config.errors import ConfigError
+from rlx.config.instantiate import all_nodes_of, check_targets, instantiate
 from rlx.config.nested import merge, nested, use_own_names
-from rlx.config.notes import notes_of
 from rlx.config.pythons import python_for, shipped
 from rlx.config.roots import TRAIN, Root, root_named, root_of, where_else
 from rlx.config.rules import Check, target_name
 from rlx.config.run_config import FILE, text_of
+from rlx.config.run_warnings import notes_of
 from rlx.config.schema import CommandConfig, Config, PlayRoot, TrainingRoot
 from rlx.config.secret import FILE as SECRETS
-from rlx.config.secret import hidden
+from rlx.config.secret import redacted
 from rlx.config.signatures import READABLE, module_of
 from rlx.config.suggest import suggest
-from rlx.config.targets import all_nodes_of, check_targets, instantiate
-from rlx.config.tree import Builder, Origins
+from rlx.config.validate import Builder, Origins
 from rlx.config.yaml_files import read
 
 if TYPE_CHECKING:
@@ -186,4 +186,4 @@ def _load(run_dir: str | os.PathLike[str], kind: type, secrets: bool) -> Any:
 def to_yaml(cfg: Any) -> str:
     """A configuration as the text of a `config.yaml`, with `<secret>` in place of its secrets."""
     root = root_of(cfg)
-    return text_of(dataclasses.asdict(hidden(cfg)), root.command, root.schema_name)
+    return text_of(dataclasses.asdict(redacted(cfg)), root.command, root.schema_name)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlx.config.rows import BYTES, activation_bytes, attention_widths, feed_forward_width
+from rlx.config.row_budget import BYTES, activation_bytes, attention_widths, feed_forward_width
 from rlx.config.schema import ModelConfig, PlayRoot, TrainingRoot
 
 STATES = {"sgd": 1, "muon": 1}  # optimizer states per parameter, by class name (SGD's is its momentum); two for all others (Adam)
@@ -119,7 +119,7 @@ def adapter_parameters(cfg: TrainingRoot) -> float:
 
 def trained_parameters(cfg: TrainingRoot) -> float:
     """Parameters that are trained: the model's, or those of the adapters; a shared trainer has one for each run that it may train."""
-    return adapter_parameters(cfg) * (cfg.trainer.max_concurrent_runs or 1) if cfg.lora.on else cfg.model.num_parameters
+    return adapter_parameters(cfg) * (cfg.trainer.max_concurrent_runs or 1) if cfg.lora.enabled else cfg.model.num_parameters
 
 
 def published_bytes(cfg: TrainingRoot) -> float:
@@ -139,23 +139,23 @@ def trainer_memory(cfg: TrainingRoot) -> TrainerMemory:
     optimizer = str(cfg.optim.get("_target_", "")).rpartition(".")[2].lower()
     states = 0 if optimizer == "sgd" and not cfg.optim.get("momentum") else STATES.get(optimizer, 2)
     trained = trained_parameters(cfg)
-    frozen = model.num_parameters / ranks if cfg.lora.on else 0.0
+    frozen = model.num_parameters / ranks if cfg.lora.enabled else 0.0
     shard = trained / ranks
     share = trained / model.num_parameters  # of a layer that gets gradients
     table = model.vocab_size * model.hidden_size  # parameters of the embedding; an untied head has as many
-    beside = 2.0 * table if optimizer == "muon" and not cfg.lora.on else 0.0  # embedding and head have AdamW's second state
+    beside = 2.0 * table if optimizer == "muon" and not cfg.lora.enabled else 0.0  # embedding and head have AdamW's second state
     kept = not cfg.reshards  # the configuration does not say whether the head is tied: assume that it is not
     layer = layer_parameters(model)
-    sharded = cfg.trainer_ranks > 1 or cfg.shards_alone
-    cast = trained * compute if cfg.lora.on and not sharded and master != compute else 0.0  # adapters, until backward
-    copied = cfg.uses_reference and (cfg.ref.name is not None or not cfg.lora.on)  # else it is the model without its adapters
+    sharded = cfg.trainer_ranks > 1 or cfg.fsdp_single_rank
+    cast = trained * compute if cfg.lora.enabled and not sharded and master != compute else 0.0  # adapters, until backward
+    copied = cfg.uses_reference and (cfg.ref.name is not None or not cfg.lora.enabled)  # else it is the model without its adapters
     # One that follows the policy has its parameters, because small changes would be lost in the compute dtype.
     reference = model.num_parameters / ranks * (compute if cfg.ref.sync_interval is None else master)
     offloads = cfg.trainer.optim_cpu_offload and cuda
     # On CUDA, torch's optimizers update all parameters at once, or those of a bucket. The embedding may be larger than that. A fused one
     # needs no temporary.
     temporaries = (0 if cfg.optim.get("fused") else 1) + (states if offloads else 0)
-    updated = min(shard * master, max(BUCKET, 0.0 if cfg.lora.on else table / ranks * master)) if offloads else shard * master
+    updated = min(shard * master, max(BUCKET, 0.0 if cfg.lora.enabled else table / ranks * master)) if offloads else shard * master
     tiles, (tile_rows, tile_columns) = TILES[cfg.hardware.device], TILE[cfg.hardware.device]
     row = cfg.micro_batch_tokens
     # Ranks over which a layer is divided. In a mixture of experts nearly all of it is experts, which only `ep` divides.
@@ -173,9 +173,9 @@ def trainer_memory(cfg: TrainingRoot) -> TrainerMemory:
         table=(2 if kept else 1) * table * compute if sharded else 0.0,
         activations=activation_bytes(cfg) * row + cast,
         head=4.0 * (tiles * min(tile_rows, scored) * tile_columns + scored * model.hidden_size + tile_columns * model.hidden_size),
-        head_gradient=table * compute if sharded and not cfg.lora.on else 0.0,
+        head_gradient=table * compute if sharded and not cfg.lora.enabled else 0.0,
         layer_gradients=layer * share * (compute + reduced) / divided if sharded else 0.0,
-        table_gradients=table * (compute + reduced) if sharded and not cfg.lora.on else 0.0,
+        table_gradients=table * (compute + reduced) if sharded and not cfg.lora.enabled else 0.0,
         update=updated * temporaries if cuda else 0.0,
         loading=(table / ranks if model.num_experts is None else layer) * master if cuda and not cfg.trainer.fsdp_cpu_offload else 0.0,
         published=published_bytes(cfg),

@@ -24,6 +24,9 @@ SIZES = {  # key of `model` → its names in the config.json of families; the fi
 }
 
 
+INNER = ("thinker_config", "text_config", "llm_config", "language_config")  # of the language model in one that sees or hears, too
+
+
 def config_of(name: str) -> Path | None:
     """The config.json of a model: in its folder, or in the hub's cache on this machine."""
     if (found := Path(name).expanduser() / "config.json").is_file():
@@ -55,7 +58,8 @@ def sizes_in(path: Path) -> dict[str, int]:
     """The sizes that a config.json has, by the keys of `model`; empty if it cannot be read, because loading the model says why."""
     try:
         made: Any = _read(path, path.stat().st_mtime)
-        made = made.get("text_config") or made  # the inner one is of a model that sees, too
+        for inner in INNER:
+            made = made.get(inner) or made
         named = [(key, made.get(name)) for key, names in SIZES.items() for name in reversed(names)]
         found = {key: value for key, value in named if isinstance(value, int) and value > 0}
     except (OSError, ValueError, AttributeError):

@@ -9,11 +9,28 @@ from typing import Any
 from rlx.config.errors import ConfigError
 from rlx.config.keys import MISSING
 
-SYNONYMS = {  # another name that means the same → the key: names of other frameworks, and those that a key had or will have
+RENAMED = {  # the name that a key had in the release before → the key; `*` is any name
+    "hardware.shared": "hardware.colocate",
+    "trainer.shared": "trainer.shared_trainer_dir",
+    "trainer.wait_for_others": "trainer.batch_wait",
+    "launcher.last_lines": "launcher.log_tail_lines",
+    "model.strips_thinking": "model.template_drops_thinking",
+    "model.divides_heads": "model.supports_tp",
+    "envs.*.played_by": "envs.*.sampled_by",
+    "envs.*.learn": "envs.*.observation_ce_weights",
+    "envs.*.reward_raises": "envs.*.on_reward_error",
+    "eval.envs.*.reward_raises": "eval.envs.*.on_reward_error",
+    "eval.share": "eval.capacity_fraction",
+    "teacher.unscored": "teacher.on_timeout",
+    "data.refused": "data.on_bad_row",
+    "data.overflow": "data.on_too_long",
+    "prefer": "select_by",
+    "exactly": "require_all",
+}
+SYNONYMS = RENAMED | {  # names of other frameworks that mean the same → the key
     "orchestrator.group_size": "orchestrator.rollouts_per_example",
     "max_off_policy_steps": "max_async_level",
     "monitors.wandb": "logger.wandb",
-    "hardware.colocate": "hardware.shared",
 }
 
 
@@ -50,22 +67,46 @@ def section_at(data: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     return inner if isinstance(inner, dict) else {}
 
 
-def own_name(key: str) -> str:
+def own_name(key: str, synonyms: Mapping[str, str] = SYNONYMS) -> str:
     """A key by its own name, if it or a section around it has a synonym."""
-    found = (own + key.removeprefix(name) for name, own in SYNONYMS.items() if f"{key}.".startswith(f"{name}."))
-    return next(found, key)
+    parts = key.split(".")
+    for name, own in synonyms.items():
+        known = name.split(".")
+        if len(known) <= len(parts) and all(one in ("*", part) for one, part in zip(known, parts, strict=False)):
+            stars = iter(part for one, part in zip(known, parts, strict=False) if one == "*")
+            return ".".join([*(next(stars) if one == "*" else one for one in own.split(".")), *parts[len(known) :]])
+    return key
+
+
+def renamed(keys: Iterable[str]) -> list[str]:
+    """A line for each key that is written by the name that it had in the release before."""
+    return [f"`{key}` is called `{own_name(key, RENAMED)}` now" for key in dict.fromkeys(keys) if own_name(key, RENAMED) != key]
+
+
+def with_own_names(key: str, value: Any) -> tuple[str, Any]:
+    """A key and its value, which may be a section, by their own names."""
+    key, whole = own_name(key), nested(own_name(key), value)
+    use_own_names(whole)
+    *above, last = key.split(".")
+    return key, section_at(whole, above).get(last, value) if isinstance(value, dict) else value
 
 
 def use_own_names(values: dict[str, Any]) -> None:
     """Move values from synonyms to the keys themselves, in place. Raises ConfigError where both are given."""
-    for name, key in SYNONYMS.items():
-        *above, last = name.split(".")
-        section = section_at(values, above)
-        if last not in section:
-            continue
-        *around, own = key.split(".")
-        if own in section_at(values, around):
-            raise ConfigError(f"`{name}` and `{key}` are two names of one key.\n  fix: give it once")
-        merge(values, nested(key, section.pop(last)))
-        if above and not section:
-            section_at(values, above[:-1]).pop(above[-1])
+    for pattern, target in SYNONYMS.items():
+        head, star, _ = pattern.partition(".*.")
+        for each in list(section_at(values, head.split("."))) if star else [""]:
+            above, around = ([each if part == "*" else part for part in name.split(".")] for name in (pattern, target))
+            last, own = above.pop(), around.pop()
+            section = section_at(values, above)
+            if last not in section:
+                continue
+            if own in section_at(values, around):
+                name, key = ".".join(map(str, [*above, last])), ".".join(map(str, [*around, own]))
+                raise ConfigError(f"`{name}` and `{key}` are two names of one key.\n  fix: give it once")
+            moved = {own: section.pop(last)}
+            for part in reversed(around):
+                moved = {part: moved}
+            merge(values, moved)
+            if above and not section:
+                section_at(values, above[:-1]).pop(above[-1])

@@ -24,11 +24,11 @@ from hydra.errors import HydraException
 from rlx.config.environment import Variable
 from rlx.config.errors import ConfigError
 from rlx.config.nested import own_name
+from rlx.config.presets import shipped_groups
 from rlx.config.roots import Root, has_key, key_of, where_else
 from rlx.config.search_path import folders_of
-from rlx.config.secret import conceal
-from rlx.config.shipped import shipped_groups
-from rlx.config.tree import closest, show, split_optional, type_at
+from rlx.config.secret import redact
+from rlx.config.validate import closest, show, split_optional, type_at
 
 LATE = ("sweeps", "experiment")  # groups composed after the environment variables; a variable for one counts as a command-line choice
 MAY_BE_ABSENT = ("experiment", "logger", "slurm", "sweeps")  # groups that may be set to null
@@ -36,7 +36,7 @@ COMBINED = ("env", "experiment", "logger", "sweeps")  # shipped groups of which 
 
 
 @dataclass(frozen=True)
-class Request:
+class CommandLine:
     """A command line, split into its parts."""
 
     config_name: str
@@ -50,7 +50,7 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}. Options are --config-dir DIR, --config-name NAME, --config-path DIR; write keys without dashes.")
 
 
-def read_request(argv: list[str], environ: Mapping[str, str], root: Root) -> Request:
+def read_request(argv: list[str], environ: Mapping[str, str], root: Root) -> CommandLine:
     """Parse a command line. Raises ConfigError that lists every invalid override and directory, or names an unknown option."""
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("overrides", nargs="*")
@@ -75,7 +75,7 @@ def read_request(argv: list[str], environ: Mapping[str, str], root: Root) -> Req
     if problems:
         raise ConfigError(problems)
     values = tuple(o for o in overrides if not o.is_hydra_override())
-    return Request(options.config_name.removesuffix(".yaml"), tuple(asked), tuple(options.overrides), values)
+    return CommandLine(options.config_name.removesuffix(".yaml"), tuple(asked), tuple(options.overrides), values)
 
 
 def with_benchmarks(argv: Sequence[str], environ: Mapping[str, str], root: Root) -> list[str]:
@@ -92,11 +92,12 @@ def parse(lines: Iterable[str], schema: type | None = None) -> list[Override]:
     for line in lines:
         try:
             override = copy.copy(_with_text(_parse(line), line, schema))
-            override.key_or_group = own_name(override.key_or_group)
+            name = own_name(override.key_or_group)
+            override.key_or_group = name if schema is None or has_key(schema, name) else override.key_or_group
             parsed.append(override)
         except HydraException:
             problems.append(
-                f"`{conceal(line)}` cannot be parsed. Write key=value without spaces around `=`, and quote special characters: "
+                f"`{redact(line)}` cannot be parsed. Write key=value without spaces around `=`, and quote special characters: "
                 "'key=\"a, b\"'."
             )
     if problems:
@@ -143,7 +144,7 @@ def read_variable(variable: Variable) -> Any:
         return None if variable.text == "null" else variable.text
     (override,) = parse([f"{variable.key}={variable.text}"])
     if override.is_sweep_override():
-        raise ConfigError(f"{variable.name}={conceal(variable.text)} gives one run several values. {one_each(variable.key)}")
+        raise ConfigError(f"{variable.name}={redact(variable.text)} gives one run several values. {one_each(variable.key)}")
     return value_of(override)
 
 
@@ -190,7 +191,7 @@ class Groups:
         """Problems of group choices, sweeps and deletions."""
         found = []
         for o in overrides:
-            group, line = o.key_or_group, conceal(line_of(o))
+            group, line = o.key_or_group, redact(line_of(o))
             if o.is_sweep_override():
                 found.append(f"`{line}` gives one run several values. {one_each(group)}")
             elif self.is_choice(o) and not (o.is_delete() and group in MAY_BE_ABSENT):

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rlx.config.nested import merge
-from rlx.config.tree import Origins
+from rlx.config.validate import Origins
 
 NODES = ("loss", "advantage")
 KEY = re.compile(r"envs\.[^.]+\.(loss|advantage)")

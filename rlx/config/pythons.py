@@ -1,4 +1,4 @@
-"""The Pythons of environments: each installed package has one of its own, made from a lock (`rlx.preflight.packages`).
+"""The Pythons of environments: each installed package has one of its own, made from a lock (`rlx.preflight.env_install`).
 
     .pythons/my-env-3f9a2c1b/       a virtual environment, below `home()`
     …/rlx.json   {"what": "my-env", "environments": [{"name": "my-env", "kind": "v1", "source": "/…", …}]}, written last

@@ -13,12 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from rlx.config import inherited
-from rlx.config.inherited import Inherited
+from rlx.config import from_run
+from rlx.config.from_run import Inherited
 from rlx.config.schema import CommandConfig, Config, SftRoot
 from rlx.config.schema_eval import EvalRoot
 from rlx.config.schema_synthesize import SynthesizeRoot
-from rlx.config.tree import type_at
+from rlx.config.validate import type_at
 
 T = TypeVar("T")
 PREFIX = "rlx_schema"
@@ -41,9 +41,9 @@ class Root(Generic[T]):
 
 
 TRAIN = Root("train", Config)
-EVAL = Root("eval", EvalRoot, inherited.of_model)
+EVAL = Root("eval", EvalRoot, from_run.of_model)
 SFT = Root("sft", SftRoot)
-SYNTHESIZE = Root("synthesize", SynthesizeRoot, inherited.of_model)
+SYNTHESIZE = Root("synthesize", SynthesizeRoot, from_run.of_model)
 ROOTS: tuple[Root, ...] = (TRAIN, SFT, EVAL, SYNTHESIZE)  # a new command adds its root here
 
 

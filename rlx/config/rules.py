@@ -11,17 +11,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from rlx.config.declared import Declared
+from rlx.config.loss_traits import Declared
 from rlx.config.schema import KlTerms, LossTerms
 from rlx.config.signatures import declared_by
-from rlx.config.tree import Origins, Problem
+from rlx.config.validate import Origins, Problem
 
 C = TypeVar("C")
 S = TypeVar("S")
 
 
 @dataclass(frozen=True, slots=True)
-class Show:
+class Describe:
     """What a rule may ask about a key of a configuration."""
 
     cfg: Any
@@ -56,7 +56,7 @@ class Rule(Generic[S]):
     fix: str
 
 
-Check = Callable[[Any, Show], Iterable[Problem]]
+Check = Callable[[Any, Describe], Iterable[Problem]]
 UNKNOWN = Declared(uses_ratio=False)  # violates no rule
 CHECKS: list[tuple[type, Check]] = []
 DEFAULTS = vars(LossTerms()) | vars(KlTerms())  # of the keys that every objective has
@@ -72,7 +72,7 @@ def check_of(cls: type) -> Callable[[Check], Check]:
     return register
 
 
-def problem(why: str, keys: Iterable[str], fix: str, of: Show) -> Problem:
+def problem(why: str, keys: Iterable[str], fix: str, of: Describe) -> Problem:
     """The one shape of a broken rule: what is wrong, the keys with their values and places, the fix."""
     keys = tuple(keys)
     return Problem(f"{why}: {', '.join(map(of, keys))}.\n  fix: {fix}", keys)
@@ -88,7 +88,7 @@ def table_each(cls: type[C], subjects: Callable[[C], Iterable[S]], rules: Sequen
     CHECKS.extend((cls, partial(_broken, rule, subjects)) for rule in rules)
 
 
-def _broken(rule: Rule[S], subjects: Callable[[C], Iterable[S]], cfg: C, of: Show) -> Iterable[Problem]:
+def _broken(rule: Rule[S], subjects: Callable[[C], Iterable[S]], cfg: C, of: Describe) -> Iterable[Problem]:
     for s in subjects(cfg):
         if rule.when(s):
             yield problem(rule.why.format(s=s), rule.keys.format(s=s).split(), rule.fix.format(s=s), of)

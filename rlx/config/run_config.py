@@ -10,15 +10,16 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from rlx.config.errors import ConfigError
+from rlx.config.nested import use_own_names
 from rlx.config.roots import Root, root_named
 from rlx.config.strangers import executing, is_mine, said
 from rlx.config.yaml_files import dumped, read
 
 if TYPE_CHECKING:
-    from rlx.config.overrides import Request
+    from rlx.config.overrides import CommandLine
 
 FILE = "config.yaml"
 FIRST = "# The whole configuration of a run of `rlx "
@@ -35,7 +36,7 @@ ITS_OWN = {"run": {"name": None, "dir": None}, "clean": False, "dry_run": False}
 
 
 @dataclass(frozen=True)
-class Source:
+class ConfigSource:
     """The configuration that a run starts from."""
 
     file: Path
@@ -47,7 +48,12 @@ def text_of(data: dict[str, Any], command: str, schema: str) -> str:
     return HEADER.format(command=command, schema=schema) + dumped(data)
 
 
-def source_of(request: Request, root: Root) -> Source | None:
+def is_fork(resume: Any) -> TypeGuard[str]:
+    """Whether `resume=` is the path of another run or its checkpoint."""
+    return isinstance(resume, str) and resume != "latest" and not resume.isdecimal()
+
+
+def source_of(request: CommandLine, root: Root) -> ConfigSource | None:
     """The run's configuration that a command line starts from; None if it starts from rlx's files or the user's.
 
     Raises ConfigError for a file of another command, and for the fork of a run of another user that would execute code.
@@ -63,21 +69,23 @@ def source_of(request: Request, root: Root) -> Source | None:
                 f"{file} is the configuration of `rlx {its.command}`, not of `rlx {root.command}`.\n"
                 f"Use rlx {its.command} with the same arguments."
             )
-        return Source(file, data)
+        use_own_names(data)
+        return ConfigSource(file, data)
     resume = next((o.value() for o in request.overrides if o.key_or_group == "resume" and not o.is_sweep_override()), None)
-    if request.config_name != root.command or not isinstance(resume, str) or resume == "latest" or resume.isdecimal():
+    if request.config_name != root.command or not is_fork(resume):
         return None
     path = Path(resume).expanduser().absolute()
     run = next((place for place in (path, path.parent.parent) if (place / FILE).is_file()), None)
     data = read(run / FILE) if run is not None else {}
     if run is None or root_named(data.pop("defaults", None)) is not root:
         return None
+    use_own_names(data)
     if not is_mine(run) and (found := dict(executing(data))):
         raise ConfigError(
             f"resume={resume} is a run of another user, whose configuration executes code: {said(found)}.\n"
             "  fix: read that code; then copy the run (cp -r), and resume from your copy"
         )
-    return Source(run / FILE, {**data, **ITS_OWN})
+    return ConfigSource(run / FILE, {**data, **ITS_OWN})
 
 
 def escaped(value: Any) -> Any:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+WITHOUT_BIAS = {"temperature": 1, "top_p": 1, "top_k": -1, "min_p": 0, "min_tokens": 0}
+"""Values of the keys of `sampling` that change nothing."""
+
 
 def biases(sampling: Mapping[str, Any]) -> list[str]:
     """The parameters that make the engine sample from another distribution than the policy's own, which the trainer scores with.

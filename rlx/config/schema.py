@@ -16,8 +16,7 @@ from typing import Any
 
 from rlx.config.keys import MISSING, key, section
 from rlx.config.objectives import kl_of, losses_of
-from rlx.config.ranks import ranks_left
-from rlx.config.rows import default_row
+from rlx.config.row_budget import default_row
 from rlx.config.schema_base import CommandConfig, PlayRoot
 from rlx.config.schema_launch import LauncherConfig, LoggerConfig, ProfileConfig, SlurmConfig, TensorboardConfig, WandbConfig
 from rlx.config.schema_model import (
@@ -48,6 +47,7 @@ from rlx.config.schema_rollout import (
 from rlx.config.schema_sft import DataConfig, DataSetConfig, LossMaskConfig, ValConfig
 from rlx.config.schema_teacher import TeacherConfig
 from rlx.config.schema_trainer import AcConfig, CkptConfig, KlTerms, LossTerms, OptimTerms, RefConfig, SchedulerConfig, TrainerConfig
+from rlx.config.trainer_ranks import ranks_left
 
 __all__ = [
     "MISSING",
@@ -119,7 +119,7 @@ class TrainingRoot(CommandConfig):
     )
 
     @property
-    def measured(self) -> str | None:
+    def bench_target(self) -> str | None:
         """What a benchmark measures: `trainer`, `rl` or `inference`; None: this is no benchmark."""
         return "trainer" if self.bench else None
 
@@ -152,13 +152,13 @@ class TrainingRoot(CommandConfig):
         """The folder in memory for versions that need not last; None: every version is written to the disk."""
         return None
 
-    def lasts(self, version: int) -> bool:
+    def keeps_weights(self, version: int) -> bool:
         """Whether a version must outlast the run's processes, besides those of checkpoints: it is the last one, say."""
-        return version == self.max_steps and self.measured != "trainer"
+        return version == self.max_steps and self.bench_target != "trainer"
 
     def publishes(self, version: int) -> bool:
         """Whether a version is published in `weights/`, besides those of checkpoints."""
-        return self.lasts(version)
+        return self.keeps_weights(version)
 
     def validates(self, version: int) -> bool:
         """Whether a version's loss is measured on validation rows."""
@@ -175,14 +175,14 @@ class TrainingRoot(CommandConfig):
         return self.ref.name is not None or any(kl_of(node).get("beta") for node in self.objectives.values())
 
     @property
-    def shards_alone(self) -> bool:
+    def fsdp_single_rank(self) -> bool:
         """Whether even a single trainer process shards, to cast its parameters layer by layer or move them."""
-        return self.mixed or (self.trainer.fsdp_cpu_offload and self.hardware.device == "cuda")
+        return self.mixed_precision or (self.trainer.fsdp_cpu_offload and self.hardware.device == "cuda")
 
     @property
-    def mixed(self) -> bool:
+    def mixed_precision(self) -> bool:
         """Whether the trainer computes in another dtype than its parameters'. Adapters are cast where they multiply."""
-        return self.model.dtype != self.trainer.optimization_dtype and not self.lora.on
+        return self.model.dtype != self.trainer.optimization_dtype and not self.lora.enabled
 
     @property
     def reshards(self) -> bool:
@@ -201,23 +201,23 @@ class TrainingRoot(CommandConfig):
         return self.trainer_ranks // self.trainer.ranks_of_a_row
 
     @property
-    def hosts(self) -> bool:
+    def is_shared_trainer(self) -> bool:
         """Whether this is a shared trainer: it trains runs that other commands start, and plays nothing itself."""
         return self.trainer.max_concurrent_runs is not None
 
     @property
-    def trained_elsewhere(self) -> bool:
+    def uses_shared_trainer(self) -> bool:
         """Whether a shared trainer trains this run, so that it starts no trainer itself."""
-        return self.trainer.shared is not None
+        return self.trainer.shared_trainer_dir is not None
 
     @property
-    def own_ranks(self) -> int:
-        return 0 if self.trained_elsewhere or self.measured == "inference" else self.trainer_ranks
+    def started_trainer_ranks(self) -> int:
+        return 0 if self.uses_shared_trainer or self.bench_target == "inference" else self.trainer_ranks
 
     @property
     def trainer_ranks(self) -> int:
         """Trainer processes: `hardware.trainer_processes`, or what the layout leaves places for; 1 for those of a shared trainer."""
-        if self.trained_elsewhere:
+        if self.uses_shared_trainer:
             return 1
         hardware = self.hardware
         if hardware.trainer_processes is not None:
@@ -226,9 +226,9 @@ class TrainingRoot(CommandConfig):
             cuda=hardware.device == "cuda",
             nodes=hardware.nodes,
             gpus_per_node=hardware.gpus_per_node,
-            servers=self.servers_placed,
+            servers=self.reserved_servers,
             gpus_per_server=hardware.tensor_parallel,
-            shared=hardware.shared,
+            shared=hardware.colocate,
         )
 
 
@@ -238,9 +238,9 @@ class EvaluatedRun(TrainingRoot, PlayRoot):
 
     eval: EvalConfig = section(EvalConfig)
 
-    def lasts(self, version: int) -> bool:
+    def keeps_weights(self, version: int) -> bool:
         """Also one that is evaluated: a run that was killed meanwhile evaluates it when it resumes."""
-        return super().lasts(version) or (self.plays and self.eval.is_due(version, self.max_steps))
+        return super().keeps_weights(version) or (self.generates_rollouts and self.eval.is_due(version, self.max_steps))
 
 
 @dataclass
@@ -269,36 +269,36 @@ class Config(EvaluatedRun):
     weight_broadcast: WeightBroadcastConfig = section(WeightBroadcastConfig)
 
     @property
-    def measured(self) -> str | None:
+    def bench_target(self) -> str | None:
         return self.bench_role if self.bench else None
 
     @property
-    def counted(self) -> str:
-        return "inference" if self.measured == "inference" else super().counted
+    def progress_source(self) -> str:
+        return "inference" if self.bench_target == "inference" else super().progress_source
 
     @property
-    def plays(self) -> bool:
-        return self.replay is None and self.measured in (None, "rl") and not self.hosts
+    def generates_rollouts(self) -> bool:
+        return self.replay is None and self.bench_target in (None, "rl") and not self.is_shared_trainer
 
     @property
     def transfer(self) -> str | None:
-        return self.weight_broadcast.type if self.plays and self.weight_broadcast.type != "filesystem" else None
+        return self.weight_broadcast.type if self.generates_rollouts and self.weight_broadcast.type != "filesystem" else None
 
     @property
     def has_checkpoints(self) -> bool:
-        return not self.hosts  # its runs have theirs
+        return not self.is_shared_trainer  # its runs have theirs
 
     @property
-    def num_servers(self) -> int:
-        return self.servers_of_layout if self.plays or self.measured == "inference" else 0
+    def started_servers(self) -> int:
+        return self.configured_servers if self.generates_rollouts or self.bench_target == "inference" else 0
 
     @property
-    def servers_placed(self) -> int:
+    def reserved_servers(self) -> int:
         """Also those that a benchmark of the trainer, or a replay, does not start, unless `hardware.trainer_processes` is set: its trainer
         is that of the run.
         """
-        like_the_run = self.hardware.trainer_processes is None and not self.hosts
-        return self.servers_of_layout if like_the_run else self.num_servers
+        like_the_run = self.hardware.trainer_processes is None and not self.is_shared_trainer
+        return self.configured_servers if like_the_run else self.started_servers
 
     @property
     def versions_kept(self) -> int:
@@ -308,11 +308,11 @@ class Config(EvaluatedRun):
     @property
     def memory_folder(self) -> Path | None:
         folder = self.weight_broadcast.folder
-        return None if folder is None or not self.plays or self.transfer is not None else Path(folder)
+        return None if folder is None or not self.generates_rollouts or self.transfer is not None else Path(folder)
 
     def publishes(self, version: int) -> bool:
         """Servers read every version, unless they get it without files. A replay has no servers."""
-        return (self.plays and self.transfer is None) or super().publishes(version)
+        return (self.generates_rollouts and self.transfer is None) or super().publishes(version)
 
     @property
     def samples_per_update(self) -> int:
@@ -329,7 +329,7 @@ class Config(EvaluatedRun):
 
     def group_size(self, env: str) -> int:
         """Rollouts per prompt of an environment. A benchmark on random tokens has no environments, and one size."""
-        own = self.envs[env].rollouts_per_example if self.measured in (None, "rl") else None
+        own = self.envs[env].rollouts_per_example if self.bench_target in (None, "rl") else None
         return own or self.orchestrator.rollouts_per_example
 
     @property
@@ -349,15 +349,15 @@ class SftRoot(EvaluatedRun):
     val: ValConfig = section(ValConfig)
 
     @property
-    def plays(self) -> bool:
+    def generates_rollouts(self) -> bool:
         return self.eval.interval is not None and not self.bench
 
     @property
-    def num_servers(self) -> int:
-        return self.servers_of_layout if self.plays else 0
+    def started_servers(self) -> int:
+        return self.configured_servers if self.generates_rollouts else 0
 
     @property
-    def follows_engines(self) -> bool:
+    def adaptive_concurrency(self) -> bool:
         return False  # its evaluations have the servers to themselves, one at a time
 
     @property

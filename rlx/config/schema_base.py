@@ -22,7 +22,7 @@ class CommandConfig:
     """The keys of every command that has a run directory and starts processes. The derived values are those of a command without them."""
 
     may_change: ClassVar[tuple[str, ...]] = ()
-    """Keys or sections that may change when a run of this command resumes in its directory, beside those of all (`rlx.runs.claim`)."""
+    """Keys or sections that may change when a run of this command resumes in its directory, beside those of all (`rlx.runs.run_dir`)."""
 
     seed: int = key(0, "seed of sampling, order and initialisation", low=0, high=2**32 - 1)  # what every generator of numpy's accepts
     seq_len: int = key(MISSING, "longest training sample or played conversation (prompt plus completion), in tokens", low=2)
@@ -42,7 +42,7 @@ class CommandConfig:
         return 0
 
     @property
-    def counted(self) -> str:
+    def progress_source(self) -> str:
         """The source in `metrics.jsonl` whose records are the finished steps."""
         return "trainer"
 
@@ -57,19 +57,19 @@ class CommandConfig:
         return 0
 
     @property
-    def own_ranks(self) -> int:
+    def started_trainer_ranks(self) -> int:
         """Trainer processes that the command starts itself. On CUDA each has a GPU."""
         return self.trainer_ranks
 
     @property
-    def num_servers(self) -> int:
+    def started_servers(self) -> int:
         """Inference servers that the command starts itself."""
         return 0
 
     @property
-    def servers_placed(self) -> int:
+    def reserved_servers(self) -> int:
         """Inference servers that have places in the layout: those that the command starts."""
-        return self.num_servers
+        return self.started_servers
 
     @property
     def transfer(self) -> str | None:
@@ -81,8 +81,8 @@ class CommandConfig:
         """GPUs that the layout needs, over all hosts; 0 on CPU."""
         if self.hardware.device == "cpu":
             return 0
-        inference = self.servers_placed * self.hardware.tensor_parallel
-        return max(inference, self.own_ranks) if self.hardware.shared else inference + self.own_ranks
+        inference = self.reserved_servers * self.hardware.tensor_parallel
+        return max(inference, self.started_trainer_ranks) if self.hardware.colocate else inference + self.started_trainer_ranks
 
 
 @dataclass
@@ -97,7 +97,7 @@ class PlayRoot(CommandConfig):
     weight_broadcast: UpdateConfig = section(UpdateConfig)
 
     @property
-    def plays(self) -> bool:
+    def generates_rollouts(self) -> bool:
         """Whether this run plays environments at all."""
         return True
 
@@ -107,11 +107,11 @@ class PlayRoot(CommandConfig):
         return (self.chat.thinking or ("keep" if self.orchestrator.trajectory_strategy == "interleaved" else "template")) == "keep"
 
     @property
-    def num_servers(self) -> int:
-        return self.servers_of_layout
+    def started_servers(self) -> int:
+        return self.configured_servers
 
     @property
-    def servers_of_layout(self) -> int:
+    def configured_servers(self) -> int:
         """Inference servers that a run which plays would start."""
         return 0 if self.inference.base_url else self.hardware.inference_replicas
 
@@ -122,7 +122,7 @@ class PlayRoot(CommandConfig):
         return self.orchestrator.max_concurrent or servers * self.inference.max_num_seqs
 
     @property
-    def follows_engines(self) -> bool:
+    def adaptive_concurrency(self) -> bool:
         """Whether the number of rollouts in flight follows what the engines can use."""
         return self.orchestrator.max_concurrent is None
 

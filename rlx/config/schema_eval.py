@@ -68,8 +68,8 @@ class PlayWithModel(PlayRoot):
         return False
 
     @property
-    def num_servers(self) -> int:
-        return 0 if self.client.base_url else super().num_servers
+    def started_servers(self) -> int:
+        return 0 if self.client.base_url else super().started_servers
 
     @property
     def concurrency(self) -> int:
@@ -78,9 +78,9 @@ class PlayWithModel(PlayRoot):
         return super().concurrency
 
     @property
-    def follows_engines(self) -> bool:
+    def adaptive_concurrency(self) -> bool:
         """Only the command's own engines: servers that others use, too, are busy with their work, and an endpoint does not say."""
-        return bool(self.num_servers) and super().follows_engines
+        return bool(self.started_servers) and super().adaptive_concurrency
 
 
 @dataclass
@@ -103,5 +103,5 @@ class EvalRoot(EvalTerms, PlayWithModel):
         return len(self.versions)
 
     @property
-    def counted(self) -> str:
+    def progress_source(self) -> str:
         return "eval"

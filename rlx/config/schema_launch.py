@@ -30,7 +30,7 @@ class LauncherConfig:
         "the run goes on; null: never",
         above=0,
     )
-    last_lines: int = key(20, "how many log lines of a failed role to show", low=0)
+    log_tail_lines: int = key(20, "how many log lines of a failed role to show", low=0)
     array_parallelism: int | None = key(
         None, "how many runs of a sweep run at once; null: on SLURM all, on this machine as many as the GPUs allow, or one on CPU", low=1
     )

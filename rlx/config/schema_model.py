@@ -60,7 +60,7 @@ class ModelConfig:
         "width of a feed-forward layer, or of each expert's, for the memory estimate of the plan; null: what `num_parameters` leaves",
         low=1,
     )
-    divides_heads: bool = key(
+    supports_tp: bool = key(
         True, "transformers' plan of the model's family divides attention by heads, as `trainer.tp` needs; false: OLMoE, GPT-2, GPT-OSS"
     )
     head_dim: int | None = key(
@@ -96,7 +96,7 @@ class ModelConfig:
         "`deepseek_r1` (it needs no beginning), `none`, or `auto`: `qwen3` if the template knows reasoning",
         choices=("auto", "none", "qwen3", "deepseek_r1"),
     )
-    strips_thinking: bool = key(
+    template_drops_thinking: bool = key(
         False, "the chat template drops the reasoning of earlier turns, so later prompts do not extend earlier ones"
     )
     attention: str = key(
@@ -139,7 +139,7 @@ class LoraConfig:
     rslora: bool = key(False, "multiply by alpha / √rank instead (arXiv 2312.03732), for high ranks")
 
     @property
-    def on(self) -> bool:
+    def enabled(self) -> bool:
         """Whether adapters are trained instead of the model."""
         return bool(self.rank)
 
@@ -203,7 +203,7 @@ class UpdateConfig:
     timeout: float = key(
         600.0,
         "seconds for one update of all servers, and for a transfer from memory without progress; then the servers that have the version "
-        "go on without the others (docs/weights.md)",
+        "go on without the others (docs/servers.md)",
         above=0,
     )
     verify_every: int = key(
@@ -219,7 +219,7 @@ class WeightBroadcastConfig(UpdateConfig):
     type: str = key(
         "filesystem",
         "how weights reach the servers; `filesystem`: safetensors in `weights/step_N`; without files, by vLLM's transfer engines: `nccl` "
-        "between GPUs, `ipc` on one shared GPU (docs/weights.md)",
+        "between GPUs, `ipc` on one shared GPU (docs/servers.md)",
         choices=("filesystem", "nccl", "ipc"),
     )
     keep_last: int = key(
@@ -228,7 +228,7 @@ class WeightBroadcastConfig(UpdateConfig):
     folder: str | None = key(
         None,
         "a folder in memory, such as `/dev/shm`: versions that only the servers need are written there, for a `run.dir` on a slow disk. On "
-        "one host; they are gone when the run ends (docs/weights.md). null: in `weights/`, like all others",
+        "one host; they are gone when the run ends (docs/servers.md). null: in `weights/`, like all others",
     )
 
 
@@ -249,5 +249,5 @@ class HardwareConfig:
         "that inference leaves free, on whole hosts if some are free; on CPU one for each host that inference leaves free",
         low=1,
     )
-    shared: bool = key(False, "inference and trainer share one GPU")
+    colocate: bool = key(False, "inference and trainer share one GPU")
     cpu_threads: int = key(1, "threads of each role that computes on CPU; results are equal bit for bit only with equal counts", low=1)

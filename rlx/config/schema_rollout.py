@@ -93,7 +93,7 @@ class EnvConfig:
     )
     rollout_timeout: float | None = key(None, "seconds for one rollout; null: `orchestrator.rollout_timeout`", above=0)
     turn_timeout: float | None = key(None, "seconds for one answer of the policy, after which the rollout has run out of time", above=0)
-    reward_raises: str = key(
+    on_reward_error: str = key(
         "fail",
         "what a reward function that raises means: `fail`: the rollout has no reward, so it has failed and is played again; `zero`: the "
         "function scores 0 (of a v1 taskset: the rollout), and the rollout is trained on",
@@ -131,12 +131,12 @@ class TrainedEnvConfig(EnvConfig):
         "its own objective: the name of a `loss` preset, or keys of the run's `loss` that differ; `preset` names one beside other keys; "
         "empty: the run's",
     )
-    played_by: str = key(
+    sampled_by: str = key(
         "policy",
         "who plays: the policy, or the model at `teacher.base_url`, whose answers the policy then learns by cross-entropy",
         choices=("policy", "teacher"),
     )
-    learn: dict[str, float] = key(
+    observation_ce_weights: dict[str, float] = key(
         {},
         "cross-entropy on what this environment answers between turns: weight by the role of its messages, `tool`, `user` or `system`; "
         "needs `ce_coef` in its loss",
@@ -182,7 +182,7 @@ class EvalEnvConfig(ScoredEnvConfig):
     agents: list[str] | None = key(None, f"agents of a v1 taskset that are evaluated, in turn; empty: all that it trains; {AS_IN_ENVS}")  # type: ignore[assignment]
     agents_per_group: str | None = key(None, ONE_SCORED, choices=("one",))  # type: ignore[assignment]
     weight: float | None = key(None, "has no effect: all environments are evaluated in full", low=0)  # type: ignore[assignment]
-    reward_raises: str | None = key(  # type: ignore[assignment]
+    on_reward_error: str | None = key(  # type: ignore[assignment]
         None,
         f"what a reward function that raises means: `fail`: the rollout has failed and is played again; `zero`: it scores 0; {AS_IN_ENVS}",
         choices=("fail", "zero"),
@@ -206,7 +206,7 @@ class EvalTerms:
 
 @dataclass
 class EvalConfig(EvalTerms):
-    """Evaluations beside training, each at one policy version. `rlx.config.evaluated` says what is evaluated."""
+    """Evaluations beside training, each at one policy version. `rlx.config.eval_envs` says what is evaluated."""
 
     interval: int | None = key(
         None, "evaluate every policy version that is a multiple of this, and the last one; null: no evaluation", low=1
@@ -216,7 +216,7 @@ class EvalConfig(EvalTerms):
         "the environments to evaluate on, by name; null: as in `envs` with this name. Empty: all of `envs`, on their evaluation data",
     )
     sampling: EvalSampling = section(EvalSampling)
-    share: float = key(
+    capacity_fraction: float = key(
         0.25,
         "rollouts of an evaluation in flight, as a share of what the servers decode together (`inference.max_num_seqs` each); more while "
         "training leaves them idle",
@@ -334,8 +334,8 @@ class PlayConfig:
     max_error_rate: float = key(
         0.5,
         "share of an environment's latest rollouts that may fail before the run ends; those in flight count as successes, and so does "
-        "what lacks to 64, or to 16 as long as none has succeeded. With `reward_raises=zero` 64 in a row whose reward function raised end "
-        "it. 1: any number",
+        "what lacks to 64, or to 16 as long as none has succeeded. With `on_reward_error=zero` 64 in a row whose reward function raised "
+        "end it. 1: any number",
         above=0,
         high=1,
     )

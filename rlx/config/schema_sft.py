@@ -50,13 +50,19 @@ class DataConfig:
     epochs: float | None = key(None, "passes over all rows: `max_steps` follows from it; null: from `max_steps`", above=0)
     shuffle: bool = key(True, "shuffle the rows of a set anew for each pass")
     loss_mask: LossMaskConfig = section(LossMaskConfig)
-    overflow: str = key(
+    on_too_long: str = key(
         "drop", "a sample longer than `seq_len` is left out (`drop`) or cut (`truncate`); both are counted", choices=("drop", "truncate")
     )
-    refused: str = key(
+    on_bad_row: str = key(
         "stop",
         "a row that cannot be marked exactly ends the run with its place and the reason (`stop`), or is left out and counted (`skip`)",
         choices=("stop", "skip"),
+    )
+    control_tokens: str = key(
+        "refuse",
+        "text of a row that spells a mark of the chat template (`<|im_end|>`): the row cannot be marked (`refuse`), or an invisible "
+        "character breaks the mark up, as in the prompts of environments (`escape`)",
+        choices=("refuse", "escape"),
     )
     length: str = key(
         "fixed",

@@ -13,13 +13,13 @@ from rlx.config.schema_rollout import ScoredEnvConfig
 
 @dataclass
 class SelectionConfig:
-    """Which rollouts are kept: the rules in their order, except that `prefer` decides between rollouts for those after it."""
+    """Which rollouts are kept: the rules in their order, except that `select_by` decides between rollouts for those after it."""
 
     drop_failed: bool = key(True, "drop rollouts that failed; false: keep what was said before the failure, with reward 0")
     drop_truncated: bool = key(True, "drop rollouts that a length limit cut, because their last answer has no end")
     min_reward: float | None = key(None, "drop rollouts with a reward below this; null is off")
     max_reward: float | None = key(None, "drop rollouts with a reward above this; null is off")
-    prefer: str = key(
+    select_by: str = key(
         "first",
         "which of several rollouts of an example is taken before the others: `first` (the order in which they were numbered), "
         "`best` (the highest reward) or `random` (by `seed`)",
@@ -32,7 +32,7 @@ class SelectionConfig:
         choices=("example", "all", "keep"),
     )
     per_example: int | None = key(None, "keep at most this many rollouts of an example; null: all that are left", low=1)
-    exactly: bool = key(False, "drop examples of which fewer than `per_example` rollouts are left, so that all have equally many")
+    require_all: bool = key(False, "drop examples of which fewer than `per_example` rollouts are left, so that all have equally many")
 
 
 @dataclass
@@ -61,14 +61,14 @@ class SynthesizeRoot(SelectionConfig, PlayWithModel):
     )
 
     @property
-    def num_servers(self) -> int:
-        return super().num_servers if self.play else 0
+    def started_servers(self) -> int:
+        return super().started_servers if self.play else 0
 
     @property
-    def asked(self) -> dict[str, Any]:
+    def output_options(self) -> dict[str, Any]:
         """Those keys that may change when a synthesis resumes and say what is played, chosen and written."""
         return {name: getattr(self, name) for name in self.may_change if name not in PlayWithModel.may_change}
 
     @property
-    def counted(self) -> str:
+    def progress_source(self) -> str:
         return "synthesis"  # no step, and no record in `metrics.jsonl`: a heartbeat has the progress

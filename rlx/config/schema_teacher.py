@@ -30,14 +30,14 @@ class TeacherConfig:
         "empty: no such teacher",
     )
     model: str | None = key(
-        None, "its name there; null: the only model that the servers have (refused where the teacher plays, `envs.<name>.played_by`)"
+        None, "its name there; null: the only model that the servers have (refused where the teacher plays, `envs.<name>.sampled_by`)"
     )
     api_key: str | None = key(None, "key that these servers want; null: none. Secret, like `inference.api_key`", secret=True)
     batch_size: int = key(16, "samples in one request", low=1)
     max_concurrent: int = key(4, "requests in flight at each server", low=1)
     timeout: float = key(120.0, "seconds for one attempt at a request", above=0)
     deadline: float = key(600.0, "seconds that a complete batch waits for its scores, with all retries; it never waits longer", above=0)
-    unscored: str = key(
+    on_timeout: str = key(
         "fail",
         "samples that were not scored by the deadline: `fail` ends the run, `drop` leaves them out of the batch and counts them",
         choices=("fail", "drop"),

@@ -82,12 +82,14 @@ class TrainerConfig:
 
     max_concurrent_runs: int | None = key(
         None,
-        "make this a shared trainer (docs/many_runs.md): it trains the adapters (`lora`) of up to this many runs together. Each is started "
-        "with `trainer.shared`; null: the trainer of this run alone",
+        "make this a shared trainer (docs/lora.md): it trains the adapters (`lora`) of up to this many runs together. Each is started "
+        "with `trainer.shared_trainer_dir`; null: the trainer of this run alone",
         low=1,
     )
-    shared: str | None = key(None, "directory of a shared trainer that trains this run's adapter; null: this run has a trainer of its own")
-    wait_for_others: float = key(
+    shared_trainer_dir: str | None = key(
+        None, "directory of a shared trainer that trains this run's adapter; null: this run has a trainer of its own"
+    )
+    batch_wait: float = key(
         0.0, "of a shared trainer: seconds that the first complete batch waits for those of the other runs, to be trained with them", low=0
     )
     idle_timeout: float | None = key(None, "of a shared trainer: seconds without a run after which it ends; null: never", above=0)

@@ -17,10 +17,10 @@ from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 
+from rlx.config.cgroup_limits import cores
 from rlx.config.errors import may_parse, may_read
 from rlx.config.gpus import choose_layout
-from rlx.config.limits import cores
-from rlx.config.shipped import BESIDE, conf_directory
+from rlx.config.presets import BESIDE, conf_directory
 from rlx.config.yaml_files import parsed
 
 

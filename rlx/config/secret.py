@@ -1,6 +1,6 @@
 """Secret keys (`key(…, secret=True)`): their values stay in memory and in one file of the run directory that only its owner can read.
 
-Everything that is shown, written or sent elsewhere passes through `hidden` or `hide_lines`. This module reads and writes no files.
+Everything that is shown, written or sent elsewhere passes through `redacted` or `redact_lines`. This module reads and writes no files.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from rlx.config.keys import HIDDEN
 from rlx.config.roots import ROOTS
-from rlx.config.tree import secret_keys
+from rlx.config.validate import secret_keys
 
 T = TypeVar("T")
 FILE = "secrets.yaml"  # in the run directory, mode 0600: dotted key -> value
@@ -25,7 +25,7 @@ def secrets_of(cfg: Any) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value is not None}
 
 
-def hidden(cfg: T) -> T:
+def redacted(cfg: T) -> T:
     """A copy of a configuration with `<secret>` in place of each secret."""
     return _hide(cfg, list(secrets_of(cfg)))
 
@@ -36,7 +36,7 @@ def _hide(section: Any, keys: list[str]) -> Any:
     return replace(section, **{name: _hide(getattr(section, name), rest) if rest else HIDDEN for name, rest in below.items()})
 
 
-def conceal(line: str) -> str:
+def redact(line: str) -> str:
     """A command-line argument for display, with `<secret>` in place of all that follows the name of a secret key.
 
     The argument may be one that cannot be parsed, such as `inference={api_key: …`. References to variables, `${oc.env:…}`, stay.
@@ -45,6 +45,6 @@ def conceal(line: str) -> str:
     return re.sub(rf"\b({names})\b(\s*+[:=]?+\s*+['\"]?+)(?!null\b|\$\{{).+", rf"\1\2{HIDDEN}", line, flags=re.DOTALL)
 
 
-def hide_lines(lines: Sequence[str], cfg: Any) -> list[str]:
+def redact_lines(lines: Sequence[str], cfg: Any) -> list[str]:
     """Command-line arguments of a run without the secrets in them."""
-    return list(map(conceal, lines))
+    return list(map(redact, lines))

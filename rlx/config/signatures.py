@@ -18,9 +18,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Union
 
-from rlx.config.declared import ATTRIBUTE, Declared, declares
 from rlx.config.errors import ConfigError
-from rlx.config.tree import closest
+from rlx.config.loss_traits import ATTRIBUTE, Declared, declares
+from rlx.config.validate import closest
 
 READABLE = ("rlx", "torch")  # packages whose source is read
 SIMPLE: dict[str, Any] = {"int": int, "float": float, "bool": bool, "str": str, "None": type(None)}

@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlx.config.signatures import READABLE
-from rlx.config.tree import show
+from rlx.config.validate import show
 
 OPEN = ("loss", "advantage", "optim")
+HARMLESS = ("rlx.losses.", "rlx.advantages.", "rlx.train.", "torch.optim.")  # beginnings of targets that only compute
 
 
 def is_mine(run: Path) -> bool:
@@ -38,11 +38,18 @@ def executing(data: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
             yield ("envs", str(name), "sandbox"), "none"
         if box.get("image") or box.get("folders"):
             yield ("envs", str(name), "box"), box.get("image") or box.get("folders")
-    nodes = {(key,): data.get(key) for key in OPEN} | {("envs", str(name), key): env.get(key) for name, env in envs.items() for key in OPEN}
-    for place, node in nodes.items():
-        target = node.get("_target_") if isinstance(node, Mapping) else None
-        if target is not None and str(target).partition(".")[0] not in READABLE:
-            yield (*place, "_target_"), target
+    for key in OPEN:
+        yield from _targets((key,), data.get(key))
+        for name, env in envs.items():
+            yield from _targets(("envs", str(name), key), env.get(key))
+
+
+def _targets(place: tuple[str, ...], node: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The targets of a node, and of nodes among its arguments, that might do anything when they are called."""
+    for name, value in node.items() if isinstance(node, Mapping) else ():
+        if name == "_target_" and not str(value).startswith(HARMLESS):
+            yield (*place, name), value
+        yield from _targets((*place, str(name)), value)
 
 
 def said(found: Mapping[tuple[str, ...], Any]) -> str:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rlx.config.nested import SYNONYMS
-from rlx.config.tree import Origins, closest, leaves, types_of
+from rlx.config.nested import RENAMED, SYNONYMS
+from rlx.config.validate import Origins, closest, leaves, types_of
 
 ALIASES = {  # the name that other frameworks have for it → key; a synonym's last part counts, too
-    **{name.rpartition(".")[2]: key for name, key in SYNONYMS.items() if not name.startswith("monitors.")},
+    **{name.rpartition(".")[2]: key for name, key in SYNONYMS.items() if name not in RENAMED and not name.startswith("monitors.")},
     "lr": "optim.lr",
     "learning_rate": "optim.lr",
     "max_grad_norm": "optim.max_norm",

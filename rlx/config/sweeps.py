@@ -22,15 +22,15 @@ from rlx.config.overrides import line_of, parse, read_request, value_of, with_be
 from rlx.config.roots import TRAIN, Root
 from rlx.config.run_config import source_of
 from rlx.config.search_path import make_loader
-from rlx.config.tree import secret_keys
+from rlx.config.validate import secret_keys
 
-LONGEST = 120  # maximum characters of a folder's name
+MAX_NAME_CHARS = 120  # maximum characters of a folder's name
 OF_THE_SWEEP = ("run.name", "run.dir")  # these name the sweep; its runs are in its folder
 NOT_PART = ("launcher", "slurm", "dry_run", "clean")  # keys that do not make it a different sweep
 
 
 @dataclass(frozen=True)
-class Line:
+class SweepLine:
     """One run of a sweep."""
 
     name: str  # name of its folder: `loss=grpo,seed=1`
@@ -44,7 +44,7 @@ class Sweep:
 
     name: str  # name of its folder, unless the command line gives run.dir
     directory: str | None  # run.dir on the command line
-    elements: tuple[Line, ...]
+    elements: tuple[SweepLine, ...]
 
 
 def is_sweep(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> bool:
@@ -83,7 +83,7 @@ def expand(argv: Sequence[str], environ: Mapping[str, str] | None = None, root: 
             "seed=1,2,3), or choose a file of the group sweeps: sweeps=losses."
         )
     products = _product(swept, [folder for _, folder in request.directories])
-    elements = tuple(Line(element_name(each), each, (*shared, *each)) for each in products)
+    elements = tuple(SweepLine(element_name(each), each, (*shared, *each)) for each in products)
     names = [element.name for element in elements]
     if twice := [name for name in names if names.count(name) > 1]:
         raise ConfigError(f"two runs of the sweep have the same directory {twice[0]}.\nGive each value only once.")
@@ -93,7 +93,7 @@ def expand(argv: Sequence[str], environ: Mapping[str, str] | None = None, root: 
 def element_name(swept: Sequence[str]) -> str:
     """`loss=grpo,seed=1`: sorted by key, usable as a folder's name."""
     name = re.sub(r"[^\w.,=+@:\[\]-]+", "_", ",".join(sorted(line.lstrip("+") for line in swept)))
-    return name if len(name) <= LONGEST else f"{name[: LONGEST - 9]}-{_digest(sorted(swept))[:8]}"
+    return name if len(name) <= MAX_NAME_CHARS else f"{name[: MAX_NAME_CHARS - 9]}-{_digest(sorted(swept))[:8]}"
 
 
 def _name(static: list[Override], swept: list[Override]) -> str:

@@ -14,6 +14,7 @@ import yaml
 from rlx.config.errors import may_parse, may_read
 
 BOTH_VERSIONS_DIFFER = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float", "tag:yaml.org,2002:timestamp")
+DEEPEST = 100  # values within values
 INT = re.compile(r"[-+]?(0|[1-9][0-9]*)$")
 FLOAT = re.compile(r"[-+]?([0-9]+\.[0-9]*|[0-9]+(?=[eE])|\.[0-9]+)([eE][-+]?[0-9]+)?$|[-+]?\.(inf|Inf|INF)$|\.(nan|NaN|NAN)$")
 
@@ -47,6 +48,11 @@ for each in (Loader, _Dumper):
 @functools.lru_cache(maxsize=1024)
 def parsed(text: str) -> dict[str, Any]:
     """The keys in the text of a file; to read only, because the runs of a sweep share them. Raises what `may_parse` explains."""
+    depth = 0
+    for event in yaml.parse(text, Loader):  # libyaml's loader goes down by recursion, to the end of the process's stack
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > DEEPEST:
+            raise ValueError(f"its values are nested more than {DEEPEST} deep")
     data = yaml.load(text, Loader)
     if data is not None and not isinstance(data, dict):
         raise ValueError(f"it holds {type(data).__name__} instead of keys: {data!r}")

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
-from rlx.plain import one_text
+from rlx.json_values import one_text
 
 Message = dict[str, Any]
 ROLES = ("system", "user", "assistant", "tool")
@@ -68,7 +68,7 @@ def read_conversation(row: Mapping[str, Any], *, fills: bool = False, columns: M
     messages, first = _messages_of(row)
     if not messages:
         raise RowError("it has no messages")
-    read = [_message(message) for message in messages]
+    read = [read_message(message) for message in messages]
     for message in messages[first:]:
         if message.get("role") == "assistant" and message.get("weight") not in (None, 1):
             raise RowError(
@@ -124,7 +124,9 @@ def _are_messages(value: Any) -> TypeGuard[list[Any]]:
     return isinstance(value, list) and bool(value) and all(isinstance(each, Mapping) and each.get("role") in known for each in value)
 
 
-def _message(message: Any) -> Message:
+def read_message(message: Any, *, fills: bool = False) -> Message:
+    """A message in the form that chat templates read. Raises RowError. `fills`: see `read_conversation`."""
+    message = _without_none(message) if fills else message
     if not isinstance(message, Mapping):
         raise RowError(f"a message is of type {type(message).__name__}; it must be a mapping with `role` and `content`")
     role = "system" if message.get("role") == AS_SYSTEM else message.get("role")

@@ -68,6 +68,10 @@ class Format(Protocol):
         """The special tokens that the text spells."""
         ...
 
+    def inert(self, value: Any) -> Any:
+        """A message or a tool whose texts spell none."""
+        ...
+
     def text(self, ids: Sequence[int]) -> str:
         """The ids as text, special tokens included."""
         ...
@@ -106,11 +110,8 @@ def mark(conversation: Conversation, chat: Format, roles: Collection[str] = ASSI
     trained = [i for i in range(done, len(messages)) if messages[i]["role"] in roles]
     if not trained:
         return []
-    for message in messages:
-        if spelled := chat.marks_in(f"{message['content']}{message.get('reasoning_content', '')}"):
-            raise RowError(
-                f"a message of role {message['role']} spells {spelled[0]}, which would begin or end a turn: is it already rendered?"
-            )
+    for said in (*messages, *(tools or ())):
+        check_marks(said, chat)
     for index in range(done, trained[-1] + 1):
         if messages[index]["role"] != "assistant":
             continue
@@ -134,6 +135,13 @@ def mark(conversation: Conversation, chat: Format, roles: Collection[str] = ASSI
     for sample in found:
         sample.trained[:1] = [False] * len(sample.trained[:1])  # nothing predicts a first token, so no loss reads it
     return found
+
+
+def check_marks(said: Message, chat: Format) -> None:
+    """Raise RowError if a message, or a tool, spells a mark of the chat template."""
+    if spelled := chat.marks_in(json.dumps(said, ensure_ascii=False, default=str)):
+        what = f"a message of role {said['role']}" if "role" in said else f"the tool {said['function']['name']}"
+        raise RowError(f"{what} spells {spelled[0]}, which would begin or end a turn: is it already rendered?")
 
 
 def _shown(show: Any, messages: list[Message], tools: Any) -> list[int]:

@@ -25,11 +25,12 @@ from itertools import chain
 import numpy as np
 
 from rlx.data.units import Cost, Unit, counts_of, fill_padded, groups_of, split, streams_of, trained
-from rlx.types import STREAMS, LossOf, MicroBatch, MiniBatch, RankBatch, StepBatch, TrainingSample, check_streams
+from rlx.types import STREAMS, MicroBatch, MiniBatch, RankBatch, SampleLosses, StepBatch, TrainingSample, check_streams
 
 LOSSES_NAME = {"teacher_logprobs": "teacher_logp"}  # of a sample's stream, where losses call it otherwise
 
-ONE = LossOf(number=0, kind="policy", has_kl=True, has_ce=True)  # the only objective of a run; the counts of its kind are those of all
+ONE = SampleLosses(number=0, kind="policy", has_kl=True, has_ce=True)
+"""The only objective of a run; the counts of its kind are those of all."""
 
 NOTHING = TrainingSample(
     group=0,
@@ -51,7 +52,7 @@ def pack(
     rank: int,
     ranks: int,
     tokens: int,
-    loss_of: Callable[[str], LossOf] = lambda env: ONE,
+    loss_of: Callable[[str], SampleLosses] = lambda env: ONE,
     cost: Cost = sum,
     padded: bool = False,
 ) -> RankBatch:
@@ -76,7 +77,7 @@ def pack_together(
     rank: int,
     ranks: int,
     tokens: int,
-    loss_of: Mapping[int, Callable[[str], LossOf]],
+    loss_of: Mapping[int, Callable[[str], SampleLosses]],
     cost: Cost = sum,
     padded: bool = False,
 ) -> dict[int, RankBatch]:
@@ -144,7 +145,7 @@ def _plan(
     samples: Mapping[int, Sequence[TrainingSample]],
     ranks: int,
     tokens: int,
-    loss_of: Mapping[int, Callable[[str], LossOf]],
+    loss_of: Mapping[int, Callable[[str], SampleLosses]],
     cost: Cost,
     padded: bool,
 ) -> tuple[dict[int, list[list[Unit]]], list[list[Unit]]]:

@@ -24,8 +24,8 @@ import numpy as np
 from rlx import codec
 from rlx.heartbeat import EVALUATING, AtWork
 from rlx.paths import RunPaths, atomic, listed
+from rlx.polling import wait_for
 from rlx.types import STREAMS, StepBatch, TrainingSample
-from rlx.waiting import wait_for
 
 if TYPE_CHECKING:  # an orchestrator only sends, so it need not load torch
     from rlx.parallel.mesh import Mesh

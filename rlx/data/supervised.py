@@ -48,6 +48,7 @@ class Conversations:
     roles: Collection[str] = ASSISTANT  # whose messages are trained
     truncate: bool = False  # cut a longer sample to `seq_len`; False: leave it out
     skip_refused: bool = False  # leave out rows that cannot be marked exactly; False: they are errors
+    escapes: bool = False  # break up marks of the chat format that texts of rows spell; False: such a row cannot be marked
     _kept: dict[int, list[TrainingSample]] = field(default_factory=dict)  # samples of rows that lost nothing, while there is room
     _room: list[int] = field(default_factory=lambda: [KEPT_BYTES])
 
@@ -71,7 +72,10 @@ class Conversations:
 
     def _rendered(self, index: int, counts: Counter[str]) -> list[TrainingSample]:
         try:
-            parts = mark(read_conversation(self.rows[index], fills=self.rows.fills, columns=self.columns), self.chat, self.roles)
+            row = read_conversation(self.rows[index], fills=self.rows.fills, columns=self.columns)
+            if self.escapes:
+                row = replace(row, messages=self.chat.inert(row.messages), tools=self.chat.inert(row.tools))
+            parts = mark(row, self.chat, self.roles)
             if not any(any(part.trained) for part in parts):
                 roles = ", ".join(sorted(self.roles))
                 raise RowError(f"it has nothing to train: no message of role {roles}, or only its first token, which nothing predicts")
@@ -81,7 +85,8 @@ class Conversations:
                 return []
             raise ValueError(
                 f"{self.rows.where(index)} cannot be trained on: {error}.\n"
-                "Correct or remove the row; or leave out and count all such rows: data.refused=skip"
+                "Correct or remove the row; or leave out and count all such rows: data.on_bad_row=skip; marks that are meant as text: "
+                "data.control_tokens=escape"
             ) from error
         samples = []
         for part in parts:

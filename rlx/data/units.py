@@ -1,8 +1,8 @@
 """Samples as units: what is packed together, and what losses are divided by.
 
 A *unit* holds all samples of one rollout, because sequence-level objectives need the whole rollout in one micro-batch. A rollout of
-several samples that exceeds a row is split between its samples if its objective looks at single tokens (`LossOf.splits`): the loss is the
-same sum then.
+several samples that exceeds a row is split between its samples if its objective looks at single tokens (`SampleLosses.splits`): the loss
+is the same sum then.
 
 A model that computes every sample beside the others, padded to the longest of the row (the layout `rows`), takes (number of samples) x
 (longest sample) tokens. So samples of similar length belong together: the rollouts are sorted by their longest sample, and a row is a run
@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rlx.types import STREAMS, Count, LossCounts, LossOf, TrainingSample
+from rlx.types import STREAMS, Count, LossCounts, SampleLosses, TrainingSample
 
 Cost = Callable[[Sequence[int]], float]
 """The time that a rank takes for samples of these lengths in one row, in any unit. `sum`: tokens alone."""
@@ -33,7 +33,7 @@ class Unit:
     cost: float  # time that it takes of a rank, see `Cost`
     own: int  # its sampled tokens that belong to its objective's own loss
     group_length: int  # the same over its group
-    loss: LossOf
+    loss: SampleLosses
     elsewhere: int = 0  # sampled tokens of its rollout in other units
 
 
@@ -47,7 +47,7 @@ def trained(samples: Sequence[TrainingSample]) -> list[TrainingSample]:
     return [sample for sample in samples if sample.loss_mask.any() or (sample.ce_weights is not None and sample.ce_weights.any())]
 
 
-def own_tokens(sample: TrainingSample, loss: LossOf) -> int:
+def own_tokens(sample: TrainingSample, loss: SampleLosses) -> int:
     """Sampled tokens that belong to the own loss of the sample's objective."""
     return members(sample, sample.ref_kl_weights if loss.kind == "ref_kl" else sample.policy_weights)
 
@@ -81,7 +81,7 @@ def counts_of(groups: list[list[Unit]]) -> LossCounts:
     )
 
 
-def groups_of(samples: Sequence[TrainingSample], loss_of: Callable[[str], LossOf], cost: Cost) -> list[list[Unit]]:
+def groups_of(samples: Sequence[TrainingSample], loss_of: Callable[[str], SampleLosses], cost: Cost) -> list[list[Unit]]:
     """Samples by group, then by rollout, in order of first appearance."""
     groups: dict[int, dict[int, list[TrainingSample]]] = {}
     for sample in samples:

@@ -84,7 +84,7 @@ def finite(values: Mapping[str, float]) -> dict[str, float]:
 
 
 def with_raised_reward(rollout: Rollout, error: str, rule: str) -> Rollout:
-    """The rollout in which a reward function raised, under the rule of `envs.NAME.reward_raises`. Every kind of environment asks here.
+    """The rollout in which a reward function raised, under the rule of `envs.NAME.on_reward_error`. Every kind of environment asks here.
 
     `rollout`: with the rewards that there are. `error`: the function and what it raised, for people.
     By default the rollout has failed: its reward is not known, and 0 would be trained on as if it had been earned.
@@ -101,9 +101,9 @@ def sampling_of(config: PlayRoot, env: EnvConfig) -> dict[str, Any]:
     chosen = {name: getattr(config.sampling, name) if value is None else value for name, value in own.items()}
     if (
         isinstance(config, Config)
-        and config.measured == "rl"
+        and config.bench_target == "rl"
         and config.bench_length == "fixed"
-        and getattr(env, "played_by", "policy") == "policy"
+        and getattr(env, "sampled_by", "policy") == "policy"
     ):
         chosen["min_tokens"] = chosen["max_tokens"]
     return chosen

@@ -49,7 +49,7 @@ from rlx.envs.wire import Settings
 from rlx.policy.base import Message
 
 
-class Conversation(msgspec.Struct, kw_only=True):
+class DemoConversation(msgspec.Struct, kw_only=True):
     """What the teacher says in one row."""
 
     prompt: list[Message]
@@ -62,7 +62,7 @@ class Conversation(msgspec.Struct, kw_only=True):
         return msgspec.to_builtins(self)
 
 
-def demonstrations_of(config: PlayRoot, envs: Mapping[str, EnvConfig]) -> dict[str, list[Conversation]]:
+def demonstrations_of(config: PlayRoot, envs: Mapping[str, EnvConfig]) -> dict[str, list[DemoConversation]]:
     """The conversations by environment. Each of `envs` gets its share of `model.warm_start.num_examples`.
 
     Raises ValueError for an environment that has none, RuntimeError if a process fails; its own message is on the standard error then.
@@ -79,12 +79,12 @@ def demonstrations_of(config: PlayRoot, envs: Mapping[str, EnvConfig]) -> dict[s
         if counts[name]:
             entry |= {"seed": settings.seed, "teacher_error": settings.teacher_error}
             asked.setdefault(python_of(env.id, env.python) or sys.executable, []).append(entry)
-    found: dict[str, list[Conversation]] = {}
+    found: dict[str, list[DemoConversation]] = {}
     for python, entries in asked.items():
         for reply in _ask(python, entries):
             if "problem" in reply:
                 raise ValueError(reply["problem"])
-            found[reply["key"]] = msgspec.convert(reply["said"], list[Conversation])
+            found[reply["key"]] = msgspec.convert(reply["said"], list[DemoConversation])
     return {name: found[name] for name in envs if name in found}
 
 
@@ -116,7 +116,9 @@ def answer(entry: Mapping[str, Any]) -> dict[str, Any]:
     return {"key": entry["key"], "said": msgspec.to_builtins(said)}
 
 
-def conversations(environment: LocalEnvironment, rows: Sequence[Mapping[str, Any]], teacher_error: float, seed: int) -> list[Conversation]:
+def conversations(
+    environment: LocalEnvironment, rows: Sequence[Mapping[str, Any]], teacher_error: float, seed: int
+) -> list[DemoConversation]:
     """One conversation per row, in their order.
 
     The same arguments give the same conversations. Raises ValueError for an environment whose prompts are raw text.
@@ -128,7 +130,7 @@ def conversations(environment: LocalEnvironment, rows: Sequence[Mapping[str, Any
         )
     state = random.Random(f"{seed}/{environment.name}")
     return [
-        Conversation(
+        DemoConversation(
             prompt=messages_of(row),
             played=played(environment, row, state.random() < teacher_error, random.Random(f"{seed}/{environment.name}/{index}")),
             tools=environment.tools_of(row) or None,

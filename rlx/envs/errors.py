@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 MOST_CAUSES = 6  # of a chain that are shown
-LONGEST = 400  # characters of one error's message that are shown
+MAX_CHARS = 400  # characters of one error's message that are shown
 _CLASSES = re.compile(r"(?:^| ← )(\w+)")  # in the text of a chain of causes
 _VARIES = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
 
@@ -72,7 +72,7 @@ def place_of(error: BaseException, sources: Path | None = None) -> str:
 def kind_of_text(text: str) -> str:
     """What stays equal of a failure's text when only numbers and quoted words of its messages differ."""
     message, mark, place = text.rpartition("; at ")
-    return _VARIES.sub("…", message if mark else text)[:LONGEST] + mark + (place if mark else "")
+    return _VARIES.sub("…", message if mark else text)[:MAX_CHARS] + mark + (place if mark else "")
 
 
 class FailureLog:
@@ -103,7 +103,7 @@ def _message(error: BaseException) -> str:
     is_key = isinstance(error, KeyError) and len(error.args) == 1  # whose text is the key alone
     text = f"no key {error.args[0]!r}" if is_key else " ".join(str(error).split())
     text = text.encode("utf-8", "replace").decode()  # half of a surrogate pair could be neither sent nor recorded
-    return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
+    return text if len(text) <= MAX_CHARS else text[: MAX_CHARS - 1] + "…"
 
 
 PYTHON = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})

@@ -26,10 +26,12 @@ from typing import Any
 from rlx.config.errors import ConfigError
 from rlx.config.schema import EnvConfig
 from rlx.config.signatures import locate
+from rlx.data.conversations import RowError, read_message
 from rlx.data.rows import Rows, open_rows
 from rlx.envs.base import RAISED, REWARD_ERROR, with_raised_reward
+from rlx.envs.errors import in_one_line
 from rlx.envs.local import LocalEnvironment
-from rlx.plain import CodecError, to_json
+from rlx.json_values import CodecError, to_json
 from rlx.policy.base import Message
 from rlx.trace import Trace
 from rlx.types import Rollout, Task
@@ -37,6 +39,7 @@ from rlx.types import Rollout, Task
 log = logging.getLogger(__name__)
 
 Reward = Callable[..., Any]
+MADE_UP = "a made-up answer"
 FULL = "context_length"  # end of `stop` of an episode that the policy's context, or its time, ended: what there is counts, truncated
 
 
@@ -74,7 +77,7 @@ class Tasks:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class RowSource:
     """What `envs.NAME.args` names."""
 
     tasks: Tasks
@@ -93,19 +96,19 @@ class Ended:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
-def load_environment(data: str, reward: str, **tasks: Any) -> Source:
+def load_environment(data: str, reward: str, **tasks: Any) -> RowSource:
     """A reward function and the rows that it scores.
 
     Args:
         reward: dotted path of `function(completion, row) -> float`.
     """
-    return Source(Tasks(data=data, **tasks), locate(reward))
+    return RowSource(Tasks(data=data, **tasks), locate(reward))
 
 
 class TaskRows(Sequence[dict[str, Any]]):
     """The rows of a data set as tasks. A row is read when it is asked for."""
 
-    def __init__(self, source: Source, evaluates: bool, most: int | None) -> None:
+    def __init__(self, source: RowSource, evaluates: bool, most: int | None) -> None:
         self.tasks = source.tasks
         self.data: Any = source.tasks.rows(evaluates) if source.rows is None else source.rows
         self.size = min(len(self.data), most or len(self.data))
@@ -124,7 +127,7 @@ class TaskRows(Sequence[dict[str, Any]]):
                 raise ValueError(f"{where} has no column {column!r} (args.{key}); it has {', '.join(row)}")
         if tasks.answer is not None:
             row["answer"] = row[tasks.answer]
-        row |= {"example_id": index, "prompt": _messages(row[tasks.prompt], tasks.system, where)}
+        row |= {"example_id": index, "prompt": _messages(row[tasks.prompt], tasks.system, where, getattr(self.data, "fills", False))}
         return {name: value for name, value in row.items() if _plain(value)}  # not dates and images: a row is recorded as JSON
 
 
@@ -136,27 +139,26 @@ def _plain(value: Any) -> bool:
     return True
 
 
-def _messages(prompt: Any, system: str | None, where: str) -> list[Message]:
+def _messages(prompt: Any, system: str | None, where: str, fills: bool) -> list[Message]:
     if isinstance(prompt, str):
         return [*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": prompt}]
     if not (isinstance(prompt, list) and prompt and all(isinstance(one, Mapping) and "role" in one for one in prompt)):
         raise ValueError(f"{where}: a prompt is a text or a list of messages, but this is {str(prompt)[:100]!r}")
-    return [dict(one) for one in prompt]
-
-
-def load(name: str, config: EnvConfig, sampling: dict[str, Any], timeout: float, concurrency: int = 1) -> FunctionEnvironment:
-    """Load the rlx environment `name`. `concurrency` belongs to the protocol. Raises ValueError with a sentence for people."""
-    if config.agents or config.agents_per_group != "one":
-        raise ValueError(f"envs.{name}: a reward function has no agents to choose among; remove agents and agents_per_group")
-    return made(FunctionEnvironment, load_environment, name, config, sampling, timeout)
-
-
-def made(
-    kind: Any, load_environment: Callable[..., Source], name: str, config: EnvConfig, sampling: Mapping[str, Any], timeout: float
-) -> Any:
-    """An environment of a kind, whose first row was read. Raises ValueError."""
     try:
-        env = kind(name, load_environment(**config.args), config, config.rollout_timeout or timeout)
+        return [dict(one) if one["role"] == "text" else read_message(one, fills=fills) for one in prompt]
+    except RowError as error:
+        raise ValueError(f"{where} cannot be a prompt: {error}") from error
+
+
+def load(module: Any, name: str, config: EnvConfig, sampling: Mapping[str, Any], timeout: float, concurrency: int = 1) -> Any:
+    """Load the environment `name` of one of rlx's own kinds, and its first row. `concurrency` belongs to the protocol.
+
+    `module`: its `ENVIRONMENT`, whose `config.args` its `load_environment` takes. Raises ValueError with a sentence for people.
+    """
+    if config.agents or config.agents_per_group != "one":
+        raise ValueError(f"envs.{name}: {config.id} has no agents to choose among; remove agents and agents_per_group")
+    try:
+        env = module.ENVIRONMENT(name, module.load_environment(**config.args), config, config.rollout_timeout or timeout)
         env.longest = sampling.get("max_tokens")
         env.prepare()
     except (ConfigError, ValueError, TypeError) as error:  # a wrong argument is a TypeError
@@ -170,9 +172,9 @@ class FunctionEnvironment(LocalEnvironment):
     failures_of: Mapping[type[BaseException], str] = {}  # causes of a rollout that has failed, by what it raised; else model_error
     longest: int | None = None  # sampled tokens of one answer
 
-    def __init__(self, name: str, source: Source, config: EnvConfig, timeout: float) -> None:
+    def __init__(self, name: str, source: RowSource, config: EnvConfig, timeout: float) -> None:
         file = getattr(sys.modules.get(str(config.args.get("reward")).rpartition(".")[0]), "__file__", None)
-        super().__init__(name, timeout, config.reward_raises, Path(file) if file else None)
+        super().__init__(name, timeout, config.on_reward_error, Path(file) if file else None)
         self.config, self.reward = config, source.reward
         self.rows = TaskRows(source, config.split == "eval", config.num_tasks)
         self._label = str(getattr(source.reward, "__name__", "reward"))
@@ -180,6 +182,23 @@ class FunctionEnvironment(LocalEnvironment):
     def prepare(self) -> None:
         """Read the first row, to see that it can be read. Raises ValueError."""
         self.rows[0]
+
+    def rehearse(self) -> None:
+        """Score a made-up answer to the first task. Raises ValueError if the function has a mistake, or returns what is no reward.
+
+        Not for what else may fail: a judge that is not reached from here, a library's own error.
+        """
+        found = asyncio.run(self._score(Trace(), MADE_UP, dict(self.rows[0])))
+        fails = self.on_reward_error != "zero" and isinstance(found, BaseException) and type(found).__module__ == "builtins"
+        if fails and not isinstance(found, OSError):
+            raise ValueError(
+                f"envs.{self.name}: args.reward fails for the answer {MADE_UP!r}: {in_one_line(found, self.sources)}; "
+                "if that is to score 0: on_reward_error=zero"
+            )
+        if not isinstance(found, BaseException) and _number(found) is None:
+            raise ValueError(
+                f"envs.{self.name}: args.reward returned {found!r:.100} for the answer {MADE_UP!r}; a reward is a finite number"
+            )
 
     async def _rollout(self, task: Task, member: int, attempt: int) -> Rollout:
         episode, timing = self._episode_of(task, member, attempt), {"generation": 0.0, "scoring": 0.0}
@@ -230,15 +249,21 @@ class FunctionEnvironment(LocalEnvironment):
     def _scored(self, rollout: Rollout, reward: Any) -> Rollout:
         if isinstance(reward, BaseException):
             text = f"{self._label} raised {self._noted(f'reward function {self._label}', reward)}"
-            return with_raised_reward(rollout, text, self.reward_raises)
-        try:
-            value = float(reward)
-        except (TypeError, ValueError):
-            value = math.nan
-        if not math.isfinite(value):
+            return with_raised_reward(rollout, text, self.on_reward_error)
+        value = _number(reward)
+        if value is None:
             error = f"{self._label} returned {reward!r:.100}; a reward is a finite number"
             return replace(rollout, status="error", stop=RAISED if reward is None else "reward_not_finite", error=error)
         return replace(rollout, reward=value, rewards={self._label: value})
+
+
+def _number(reward: Any) -> float | None:
+    """A reward as a number; None if it is not a finite one."""
+    try:
+        value = float(reward)
+    except (TypeError, ValueError):
+        return None
+    return value if math.isfinite(value) else None
 
 
 def after_prompt(trace: Trace) -> list[Message]:
@@ -246,3 +271,6 @@ def after_prompt(trace: Trace) -> list[Message]:
     said = trace.conversation(trace.answers[-1])
     first = next(place for place, message in enumerate(said) if message["role"] == "assistant")
     return said[first:]
+
+
+ENVIRONMENT = FunctionEnvironment

@@ -3,54 +3,50 @@
     [environment]
     docker_image = "name"      or a Dockerfile in environment/, which podman and docker build
 
-The verifier runs in the program's own box, with `tests/` at `/tests`, and leaves its score in `/logs/verifier/reward.txt`.
-Format: Harbor's task folders, as of November 2026. Tasks of several services (compose) and separate verifiers are refused.
+The verifier runs in the program's own box, with `tests/` at `/tests`, and leaves its score in `/logs/verifier`: `reward` in `reward.json`,
+or `reward.txt`.
+Format: Harbor's task folders, as of November 2026. What is not served (several services, a verifier's own box, variables) is refused.
 """
 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 CLEAN = "rm -rf /tests/* /logs/verifier; mkdir -p /logs/verifier"
 VERIFY = "bash /tests/test.sh"
-SCORE = "/logs/verifier/reward.txt"
+SCORE = "/logs/verifier/reward"  # .json or .txt
 
 
-def is_harbor(data: str) -> bool:
-    """Whether a folder holds Harbor's tasks."""
-    return Path(data).is_dir() and next(Path(data).glob("*/task.toml"), None) is not None
+def harbor_rows(data: str) -> list[dict[str, Any]]:
+    """The tasks of a folder, in the order of their names; none if it holds none. Raises ValueError for one that cannot be served."""
+    return [_row(path.parent) for path in sorted(Path(data).glob("*/task.toml"))]
 
 
-class HarborRows(Sequence[dict[str, Any]]):
-    """The tasks of a folder, in the order of their names."""
-
-    def __init__(self, folder: str) -> None:
-        self.folders = sorted(path.parent for path in Path(folder).glob("*/task.toml"))
-
-    def __len__(self) -> int:
-        return len(self.folders)
-
-    def __getitem__(self, index: Any) -> Any:
-        folder = self.folders[index]
-        settings = tomllib.loads((folder / "task.toml").read_text(encoding="utf-8"))
-        for name, path in (("compose", "environment/docker-compose.yaml"), ("a verifier of its own", "tests/Dockerfile")):
-            if (folder / path).exists():
-                raise ValueError(f"{folder} needs {name} ({path}), which is not served")
-        tests = {f"/tests/{path.relative_to(folder / 'tests')}": path for path in sorted((folder / "tests").rglob("*")) if path.is_file()}
-        built = folder / "environment" if (folder / "environment" / "Dockerfile").exists() else None
-        return {
-            "question": (folder / "instruction.md").read_text(encoding="utf-8"),
-            "name": folder.name,
-            "image": settings.get("environment", {}).get("docker_image") or (None if built is None else str(built.absolute())),
-            "workdir": _workdir(built) or ("/app" if settings.get("environment", {}).get("docker_image") else None),
-            "before_test": CLEAN,
-            "test": VERIFY,
-            "score_file": SCORE,
-            "test_files": {name: path.read_text(encoding="utf-8") for name, path in tests.items()},
-        }
+def _row(folder: Path) -> dict[str, Any]:
+    settings = tomllib.loads((folder / "task.toml").read_text(encoding="utf-8"))
+    environment, verifier = settings.get("environment", {}), settings.get("verifier", {})
+    needs = {
+        "several services (environment/docker-compose.yaml)": (folder / "environment" / "docker-compose.yaml").exists(),
+        "a box of its own for the verifier": (folder / "tests" / "Dockerfile").exists() or verifier.get("environment_mode") == "separate",
+        **{f"environment.{name}": environment.get(name) for name in ("env", "healthcheck", "mcp_servers")},
+        **{f"verifier.{name}": verifier.get(name) for name in ("env", "collect")},
+    }
+    if missing := [name for name, needed in needs.items() if needed]:
+        raise ValueError(f"{folder} needs {', '.join(missing)}, which env=program does not have; verifiers' taskset `harbor` has it")
+    tests = {f"/tests/{path.relative_to(folder / 'tests')}": path for path in sorted((folder / "tests").rglob("*")) if path.is_file()}
+    built = folder / "environment" if (folder / "environment" / "Dockerfile").exists() else None
+    return {
+        "question": (folder / "instruction.md").read_text(encoding="utf-8"),
+        "name": folder.name,
+        "image": environment.get("docker_image") or (None if built is None else str(built.absolute())),
+        "workdir": _workdir(built) or ("/app" if environment.get("docker_image") else None),
+        "before_test": CLEAN,
+        "test": VERIFY,
+        "score_file": SCORE,
+        "test_files": {name: path.read_text(encoding="utf-8") for name, path in tests.items()},
+    }
 
 
 def _workdir(built: Path | None) -> str | None:

@@ -108,7 +108,9 @@ def load_one(name: str, config: EnvConfig, settings: Settings) -> LocalEnvironme
     with importing():
         kind = kind_of(config.id)
         if config.id in OWN_KINDS:
-            load = importlib.import_module(config.id).load
+            from rlx.envs.function import load as load_own
+
+            load = functools.partial(load_own, importlib.import_module(config.id))
         elif kind == "v1":
             from rlx.envs.verifiers_v1 import load_environment as load
         else:

@@ -12,8 +12,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from rlx.config.checks.objective import needs_exact_sampling, shown
-from rlx.config.evaluated import played
+from rlx.config.checks.objective import needs_exact_sampling, self_distilled
+from rlx.config.eval_envs import rollout_envs
 from rlx.config.schema import Config, EnvConfig, PlayRoot
 from rlx.envs.base import Environment, Local, sampling_of, settings_of
 from rlx.envs.kinds import load_one
@@ -26,13 +26,13 @@ from rlx.policy.spec import EndpointSpec, PolicySpec, policy_of, spec_of
 from rlx.policy.teacher_prompt import Demonstrated
 from rlx.policy.templates import ends_of, refusal, tokenizer_of
 from rlx.policy.tokens import Generator
-from rlx.process import hidden, importing
+from rlx.process import importing, pretend_missing
 
 
 def workers_of(config: PlayRoot, env: EnvConfig) -> tuple[int, int]:
     """How many processes play an environment at first, and how many at most; 0: the orchestrator plays it itself."""
     asked = config.orchestrator.env_workers if env.workers is None else env.workers
-    most = len(os.sched_getaffinity(0)) // (2 * len(played(config)))  # together half of the cores, as others run here, too
+    most = len(os.sched_getaffinity(0)) // (2 * len(rollout_envs(config)))  # together half of the cores, as others run here, too
     return (1, max(1, most)) if asked is None else (asked, asked)
 
 
@@ -41,7 +41,7 @@ def load_environments(config: PlayRoot, beat: Callable[[str], None], logs: Path 
 
     Workers start first, and load while this process does other work; `wait_loaded` waits for them. `logs`: folder of their log files.
     """
-    bound, configs = config.orchestrator.env_worker_memory_gb, played(config)
+    bound, configs = config.orchestrator.env_worker_memory_gb, rollout_envs(config)
     envs: dict[str, Local] = {}
     for name, env in configs.items():
         least, most = workers_of(config, env)
@@ -64,7 +64,7 @@ def wait_loaded(envs: Mapping[str, Local], beat: Callable[[str], None]) -> None:
 
 def give_policy(envs: Mapping[str, Local], config: PlayRoot, chat: Chat, generator: Generator) -> None:
     """Give the environments the run's policy, which samples with `generator`. Raises the ValueError of `demonstrated`."""
-    label, configs = uuid.uuid4().hex[:6] + "-", played(config)
+    label, configs = uuid.uuid4().hex[:6] + "-", rollout_envs(config)
     for name, env in envs.items():
         own = config if isinstance(config, Config) and name in config.envs else None  # it trains
         sampling = sampling_of(config, configs[name])
@@ -73,10 +73,10 @@ def give_policy(envs: Mapping[str, Local], config: PlayRoot, chat: Chat, generat
             sampling=sampling,
             context_length=config.max_model_len if own is None else min(own.seq_len, own.max_model_len),
             exact=own is not None and needs_exact_sampling(own, name, sampling),
-            learn=sorted(own.envs[name].learn) if own is not None else [],
+            learn=sorted(own.envs[name].observation_ce_weights) if own is not None else [],
             demonstrated=demonstrated(own, name, env.rows) if own is not None else None,
             label=label,
-            endpoints=teachers_of(own) if own is not None and own.envs[name].played_by == "teacher" else [],
+            endpoints=teachers_of(own) if own is not None and own.envs[name].sampled_by == "teacher" else [],
             turn_timeout=configs[name].turn_timeout,
             deadline=0.9 * settings_of(config, configs[name]).timeout if own is not None and configs[name].on_timeout == "score" else None,
         )
@@ -94,7 +94,7 @@ def let_play(env: Local, spec: PolicySpec, chat: Chat | None, generator: Any) ->
 
 def demonstrated(config: Config, name: str, rows: Sequence[Mapping[str, Any]]) -> Demonstrated | None:
     """How a demonstration enters the teacher's prompts of an environment. Raises ValueError if the first of its `rows` has none."""
-    if name not in shown(config):
+    if name not in self_distilled(config):
         return None
     assert config.teacher.demonstration is not None
     how = Demonstrated(config.teacher.demonstration, config.teacher.template)
@@ -127,7 +127,7 @@ def load_tokenizer(config: PlayRoot, paths: RunPaths, beat: Callable[[str], None
     source = wait_for_model(paths, config.inference.startup_timeout, lambda: beat(WAITING_FOR_MODEL))
     keeps_tokens = config.keeps_thinking or config.orchestrator.trajectory_strategy == "interleaved"
     # An environment in this process, or the code that came with a tokenizer, may use torch through transformers.
-    others = config.model.trust_remote_code or not all(workers_of(config, env)[0] for env in played(config).values())
-    with importing(), nullcontext() if others else hidden("torch"):
+    others = config.model.trust_remote_code or not all(workers_of(config, env)[0] for env in rollout_envs(config).values())
+    with importing(), nullcontext() if others else pretend_missing("torch"):
         tokenizer = tokenizer_of(source, config.model)
     return load_chat(tokenizer, config.model, keeps_tokens=keeps_tokens, ends=ends_of(source), keeps_thinking=config.keeps_thinking)

@@ -6,14 +6,16 @@ import asyncio
 import logging
 import time
 import traceback
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rlx.envs.base import failed, filled
 from rlx.envs.errors import FailureLog, in_one_line
 from rlx.policy.base import Episode, Policy, PromptTooLong
-from rlx.stacks import awaits, own_line, rollout_name
+from rlx.stack_dump import awaits, own_line, rollout_name
 from rlx.trace import Trace
 from rlx.types import Rollout, Task
 
@@ -23,6 +25,10 @@ T = TypeVar("T")
 
 MOST_WAITING = 9.0  # times its limit that an episode may wait for the event loop; then its own time is over as well
 CLEANUP_GRACE = 5.0  # seconds for a cancelled episode to clean up; after that it is abandoned
+
+
+WAITED_FOR: ContextVar[list[str]] = ContextVar("waited_for")
+"""Of this rollout: what its environment has asked, beside the policy, and has no answer from."""
 
 
 class Late:
@@ -35,14 +41,15 @@ class LocalEnvironment:
     """See `rlx.envs.base.Environment`. An implementation plays one rollout, or has a `play` of its own."""
 
     _rollout: Callable[[Task, int, int], Coroutine[Any, Any, Rollout]]  # of a task, its member and its attempt
+    _starting: asyncio.Task[None] | None = None  # of what all rollouts share
     rows: Sequence[dict[str, Any]]
     tools: Sequence[Mapping[str, Any]] = ()
     agents: Sequence[str] = ()
     scores_groups = False
 
-    def __init__(self, name: str, timeout: float, reward_raises: str, sources: Path | None) -> None:
-        """`timeout`: seconds for an episode. `reward_raises`: the rule of `with_raised_reward`. `sources`: the environment's own code."""
-        self.name, self.timeout, self.reward_raises, self.sources = name, timeout, reward_raises, sources
+    def __init__(self, name: str, timeout: float, on_reward_error: str, sources: Path | None) -> None:
+        """`timeout`: seconds for an episode. `on_reward_error`: the rule of `with_raised_reward`. `sources`: the environment's own code."""
+        self.name, self.timeout, self.on_reward_error, self.sources = name, timeout, on_reward_error, sources
         self.policy: Policy | None = None
         self.scores: Callable[[Trace], None] | None = None  # called before rewards compute, with what is trained if it has any
         self.failures = FailureLog(log)
@@ -52,10 +59,20 @@ class LocalEnvironment:
 
     async def play(self, task: Task, members: Sequence[int], attempt: int) -> list[Rollout]:
         """See `rlx.envs.base.Environment`. An episode may take `timeout` seconds."""
+        await self._start()
         return await together([self._rollout(task, member, attempt) for member in members])
+
+    async def _start(self) -> None:
+        """Start what all rollouts share, once."""
+        self._starting = self._starting or asyncio.create_task(self._serve())
+        await asyncio.shield(self._starting)
+
+    async def _serve(self) -> None:
+        """Start what all rollouts share."""
 
     async def close(self) -> None:
         """Release what the environment holds."""
+        self._starting = None
 
     def demonstration(self, row: Mapping[str, Any], errs: bool, random: Any) -> Any:
         """What the environment's own teacher says in a row (`rlx.envs.demonstrations`); None: nothing."""
@@ -81,12 +98,13 @@ class LocalEnvironment:
 
     async def _timed(self, work: Coroutine[Any, Any, Any], task: Task, member: int, episode: Episode, timing: dict[str, Any]) -> Any:
         """What an episode returned; the failed rollout if it raised, or did not end in time. `timing` gets all but its parts."""
-        began = time.monotonic()
+        began, asked = time.monotonic(), list[str]()
+        WAITED_FOR.set(asked)
         playing = await run_for(self.timeout, work, rollout_name(task, member))
         timing["total"] = time.monotonic() - began
         timing |= {"began": time.time() - timing["total"], "requests": list(episode.times), "cut_short": float(bool(episode.timed_out))}
         if not playing.done():
-            where = waits_at(playing, self.sources) + episode.waits_for
+            where = waits_at(playing, self.sources) + episode.waits_for + "".join(f"; {who} has not answered" for who in asked)
             await abandon(playing)
             text = f"no result after {self.timeout:g} s (rollout_timeout){where}"
             return failed(task, member, episode, "timeout", "timeout", text, timing)
@@ -141,6 +159,17 @@ async def run_for(seconds: float, work: Coroutine[Any, Any, T], name: str | None
         await abandon(playing)
         raise
     return playing
+
+
+@contextmanager
+def waiting_for(who: str) -> Iterator[None]:
+    """Name `who` as what a rollout waits for, should its time end within."""
+    asked = WAITED_FOR.get([])
+    asked.append(who)
+    try:
+        yield
+    finally:
+        asked.remove(who)
 
 
 def raised_by(task: asyncio.Task) -> BaseException | None:

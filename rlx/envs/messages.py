@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rlx.plain import one_text, utf8
+from rlx.json_values import one_text, utf8
 from rlx.policy.base import Message
 
 

@@ -26,7 +26,7 @@ from aiohttp import web
 from rlx.agents.dialects import Refused
 from rlx.agents.gateway import Gateway, Session
 from rlx.config.schema import EnvConfig
-from rlx.envs.function import FULL, Ended, FunctionEnvironment, Source, Tasks, after_prompt, made
+from rlx.envs.function import FULL, Ended, FunctionEnvironment, RowSource, Tasks, after_prompt
 from rlx.policy.base import PolicyError, PromptTooLong
 from rlx.types import Task
 
@@ -41,7 +41,7 @@ class ProgramFailed(PolicyError):
     """A program said that its rollout has failed, or ended it before it had an answer."""
 
 
-class Verdict(msgspec.Struct):
+class PostedReward(msgspec.Struct):
     """What a program says of its rollout when it has ended."""
 
     reward: float | None = None
@@ -56,12 +56,12 @@ class Offered:
     task: Task
     member: int
     session: Session  # nobody has its key before it is taken
-    verdict: asyncio.Future[Verdict] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    verdict: asyncio.Future[PostedReward] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
 def load_environment(
     data: str | None = None, host: str = "127.0.0.1", port: int = 8765, key_file: str = "gateway.key", **tasks: Any
-) -> Source:
+) -> RowSource:
     """Programs elsewhere.
 
     Args:
@@ -70,7 +70,7 @@ def load_environment(
         port: the port to listen at.
         key_file: the file that gets the key for sessions, in the folder where the run starts.
     """
-    return Source(Tasks(data=data or "", **tasks), posted, NOTHING if data is None else None)
+    return RowSource(Tasks(data=data or "", **tasks), posted, NOTHING if data is None else None)
 
 
 def posted(*_: Any) -> float:
@@ -78,23 +78,20 @@ def posted(*_: Any) -> float:
     raise AssertionError("a program scores itself")
 
 
-def load(name: str, config: EnvConfig, sampling: dict[str, Any], timeout: float, concurrency: int = 1) -> OutsideEnvironment:
-    """Load the rlx environment `name`. Raises ValueError with a sentence for people. `concurrency` belongs to the protocol."""
-    return made(OutsideEnvironment, load_environment, name, config, sampling, timeout)
-
-
 class OutsideEnvironment(FunctionEnvironment):
     """See `rlx.envs.base.Environment`."""
 
     failures_of: Mapping[type[BaseException], str] = {ProgramFailed: "program_error"}
-    announced = False
 
-    def __init__(self, name: str, source: Source, config: EnvConfig, timeout: float) -> None:
+    def __init__(self, name: str, source: RowSource, config: EnvConfig, timeout: float) -> None:
         super().__init__(name, source, config, WAITING)  # a rollout may wait for a program as long as it takes
         self.limit, self.gateway, self.key = timeout, Gateway(self._routes), secrets.token_urlsafe(24)
         self.key_file = Path(config.args.get("key_file", "gateway.key"))
         self._offered: dict[str, Offered] = {}
         self._waiting: asyncio.Queue[str] = asyncio.Queue()
+
+    def rehearse(self) -> None:
+        """Nothing: programs post their rewards."""
 
     async def close(self) -> None:
         """Stop the gateway."""
@@ -102,22 +99,19 @@ class OutsideEnvironment(FunctionEnvironment):
         self.key_file.unlink(missing_ok=True)
         await self.gateway.stop()
 
-    async def _listen(self) -> None:
+    async def _serve(self) -> None:
         args = self.config.args
         await self.gateway.start(args.get("host", "127.0.0.1"), args.get("port", 8765))
-        if not self.announced:
-            self.announced = True
-            with open(os.open(self.key_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
-                file.write(self.key)
-            place = f"{self.gateway.url}/sessions"
-            log.warning("envs.%s: programs ask for sessions at %s; the key is in %s", self.name, place, self.key_file.resolve())
+        with open(os.open(self.key_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+            file.write(self.key)
+        place = f"{self.gateway.url}/sessions"
+        log.warning("envs.%s: programs ask for sessions at %s; the key is in %s", self.name, place, self.key_file.resolve())
 
     def _routes(self, router: web.UrlDispatcher) -> None:
         router.add_post("/sessions", self._take)
         router.add_post("/sessions/{number}/end", self._end)
 
     async def _episode(self, task: Task, member: int, episode: Any, timing: dict[str, Any]) -> Ended:
-        await self._listen()
         number, began = secrets.token_hex(8), time.monotonic()
         session = self.gateway.open(episode, self.config.harness, self.longest)
         offered = self._offered[number] = Offered(task, member, session)
@@ -162,7 +156,7 @@ class OutsideEnvironment(FunctionEnvironment):
 
     def _expire(self, offered: Offered) -> None:
         if not offered.verdict.done():
-            offered.verdict.set_result(Verdict(error=f"nothing: its session did not end within {self.limit:g} s (rollout_timeout)"))
+            offered.verdict.set_result(PostedReward(error=f"nothing: its session did not end within {self.limit:g} s (rollout_timeout)"))
 
     async def _end(self, request: web.Request) -> web.Response:
         """A program's verdict on its rollout."""
@@ -171,10 +165,13 @@ class OutsideEnvironment(FunctionEnvironment):
         if offered is None or offered.verdict.done():
             raise Refused("there is no such session; it may have run out of time", 404)
         try:
-            verdict = msgspec.json.decode(await request.read(), type=Verdict)
+            verdict = msgspec.json.decode(await request.read(), type=PostedReward)
         except msgspec.MsgspecError as error:
             raise Refused(f'send {{"reward": NUMBER}} or {{"error": TEXT}}: {error}') from error
         if verdict.reward is None and not verdict.error:
             raise Refused('send {"reward": NUMBER} or {"error": TEXT}')
         offered.verdict.set_result(verdict)
         return web.json_response({"answers": len(offered.session.delivered)})
+
+
+ENVIRONMENT = OutsideEnvironment

@@ -38,8 +38,8 @@ from rlx.types import Rollout, Task
 
 log = logging.getLogger(__name__)
 
-LOOK = 0.25  # seconds between two looks at a worker
-GRACE = 2.0  # seconds beyond its time that a rollout may take to end by itself: two beats
+POLL_SECONDS = 0.25  # seconds between two looks at a worker
+END_SECONDS = 2.0  # seconds beyond its time that a rollout may take to end by itself: two beats
 HARD = 1.5  # times the memory bound at which a worker is ended at once
 CLOSING = 6.0  # seconds for a worker to close its environment at the end
 FIRST_LOAD = 3600.0  # seconds to load the environment at the start: it may fetch its data
@@ -246,14 +246,14 @@ class WorkerPool:
         self._soon(self._hear(worker))
         looked = time.monotonic()
         while worker.process.poll() is None:
-            await asyncio.sleep(LOOK)
+            await asyncio.sleep(POLL_SECONDS)
             await asyncio.to_thread(worker.measure)
             gap, looked = time.monotonic() - looked, time.monotonic()
             if gap > ABSENT:  # this process was stopped itself, and perhaps they with it
                 worker.heard, worker.began = worker.heard + gap, worker.began + gap
             self._look(worker)
             self._grow()
-        await asyncio.sleep(LOOK)  # what it sent before is read
+        await asyncio.sleep(POLL_SECONDS)  # what it sent before is read
         self._ended(worker)
 
     def _look(self, worker: Worker) -> None:
@@ -270,7 +270,7 @@ class WorkerPool:
             if time.monotonic() - worker.began > self._loading:
                 worker.verdict = "died", f"its worker has not loaded {self._config.id} within {self._loading:g} s"
                 worker.process.kill()
-        elif worker.stuck > timeout + GRACE:
+        elif worker.stuck > timeout + END_SECONDS:
             self._end(worker, "timeout", f"no result after {timeout:g} s (rollout_timeout): it blocks its worker")
         elif used > HARD * self._bound:
             self._end(worker, "memory", says)

@@ -4,7 +4,7 @@
 
 answers on its standard output, one JSON object a line: `{"loading": "0"}`, then `{"key": "0", "probed": {…}, "files": {…}, "folders": {…}}`
 with the fields of `Probed`, and what the answer depends on. Everything that an environment prints goes to the standard error.
-The caller is `rlx.preflight.probes`.
+The caller is `rlx.preflight.env_probe`.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from typing import Any
 
 import msgspec
 
-from rlx.config.evaluated import section_of
+from rlx.config.eval_envs import section_of
 from rlx.config.pythons import sources_of
 from rlx.config.schema import EnvConfig
 from rlx.config.signatures import OWN_KINDS, module_of
-from rlx.envs import about
+from rlx.envs import describe
 from rlx.envs.errors import in_one_line
 from rlx.envs.kinds import kind_of, load_one
-from rlx.envs.probed import FIELDS, Probed, file_digest, packages_digest
+from rlx.envs.probe_cache import FIELDS, Probed, file_digest, packages_digest
 from rlx.envs.wire import Settings
-from rlx.plain import CodecError, to_json
+from rlx.json_values import CodecError, to_json
 from rlx.process import die_with_parent
 
 LOOKED_AT = 64  # examples whose prompts are measured
@@ -43,7 +43,7 @@ def probe(name: str, config: EnvConfig) -> Probed:
     began = time.monotonic()
     try:
         kind = kind_of(config.id)
-        found = {"kind": kind, **about.source(config.id, kind)}
+        found = {"kind": kind, **describe.source(config.id, kind)}
         if config.id in OWN_KINDS and not config.args:
             return Probed(**found)  # described, and not to be played
         env: Any = load_one(name, config, Settings(timeout=60.0))
@@ -52,7 +52,7 @@ def probe(name: str, config: EnvConfig) -> Probed:
             return Probed(**found, problem=f"{config.id} has no examples", fix=f"check {section_of(name)}.args, or the environment's data")
         to_json(dict(env.rows[0]))
         env.rehearse()
-        found |= about.loaded(kind, env)
+        found |= describe.loaded(kind, env)
         found["kind"] = f"{kind} in {box}" if (box := getattr(env, "sandbox", "")) else kind
         found["prompt_chars"] = min(_chars(env.rows[place].get("prompt")) for place in range(min(len(env.rows), LOOKED_AT)))
         return Probed(**found)

@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from rlx.agents.box import PORT, Box, BoxError, open_box, sweep
+from rlx.agents.box import Box, BoxError, open_box, sweep
 from rlx.agents.commands import Result
 from rlx.agents.dialects import Refused, Request, function
 from rlx.agents.gateway import Gateway, Session
@@ -24,14 +24,14 @@ from rlx.agents.harness import Program
 from rlx.agents.images import choose, prepared
 from rlx.config.schema import EnvConfig
 from rlx.config.signatures import locate
-from rlx.envs.function import FULL, Ended, FunctionEnvironment, Source, Tasks, after_prompt, made
-from rlx.envs.harbor import HarborRows, is_harbor
-from rlx.plain import one_text
+from rlx.envs.function import FULL, Ended, FunctionEnvironment, RowSource, Tasks, after_prompt
+from rlx.envs.harbor import harbor_rows
+from rlx.json_values import one_text
 from rlx.policy.base import PolicyError, PromptTooLong
 from rlx.trace import Trace
 from rlx.types import Task
 
-GRACE = 10.0  # seconds that a program gets to end after the policy answers it no more
+END_SECONDS = 10.0  # seconds that a program gets to end after the policy answers it no more
 COMMAND = 60.0  # seconds for one command of the model in its shell
 SHOWN = 16_384  # characters of a command's output that the model sees
 SHELL = function(
@@ -47,7 +47,7 @@ class ProgramError(PolicyError):
 
 def load_environment(
     data: str, reward: str | None = None, test: str | None = None, files: str = "files", test_files: str = "test_files", **tasks: Any
-) -> Source:
+) -> RowSource:
     """Tasks for programs in boxes.
 
     Args:
@@ -57,10 +57,10 @@ def load_environment(
         files: the column with the files of the box, a mapping of names to texts.
         test_files: the column with files that are written when the program has ended, before the test.
     """
-    rows = HarborRows(data) if is_harbor(data) else None
+    rows = harbor_rows(data) or None
     if (reward is None) == (test is None) and (rows is None or test is not None):
         raise ValueError("one of args.reward=MODULE.FUNCTION and args.test=COMMAND scores what the program left; set one of them")
-    return Source(Tasks(data=data, **tasks), test_of(str(test)) if reward is None else locate(reward), rows)
+    return RowSource(Tasks(data=data, **tasks), test_of(str(test)) if reward is None else locate(reward), rows)
 
 
 def test_of(command: str) -> Any:
@@ -70,20 +70,16 @@ def test_of(command: str) -> Any:
         own = str(row.get("test") or command)
         result = await box.run(["sh", "-c", own])
         if (file := row.get("score_file")) is not None:
+            named, plain = await box.read(f"{file}.json"), await box.read(f"{file}.txt")
             try:
-                return float(str(await box.read(str(file))).strip())
-            except ValueError:
-                raise ProgramError(f"the test left no number in {file}: {_last(result)}") from None
+                return float(str(plain) if named is None else json.loads(named)["reward"])
+            except (ValueError, KeyError, TypeError):
+                raise ProgramError(f"the test left no number in {file}.json or .txt: {_last(result)}") from None
         if result.code in (126, 127):  # as a shell says that there is no such command: not a task that was failed
             raise ProgramError(f"the test `{own}` cannot run in the box: {_last(result)}")
         return float(result.code == 0)
 
     return test
-
-
-def load(name: str, config: EnvConfig, sampling: dict[str, Any], timeout: float, concurrency: int = 1) -> ProgramEnvironment:
-    """Load the rlx environment `name`: its tasks, the boxes' image, the program. Raises ValueError with a sentence for people."""
-    return made(ProgramEnvironment, load_environment, name, config, sampling, timeout)
 
 
 class ProgramEnvironment(FunctionEnvironment):
@@ -94,7 +90,7 @@ class ProgramEnvironment(FunctionEnvironment):
     image: str | None = None  # what boxes are made of
     first: str | None = None  # the same for the first task, if it has an image of its own
 
-    def __init__(self, name: str, source: Source, config: EnvConfig, timeout: float) -> None:
+    def __init__(self, name: str, source: RowSource, config: EnvConfig, timeout: float) -> None:
         super().__init__(name, source, config, timeout)
         self.harness = config.harness
         self.tools = () if config.harness.command else (SHELL,)
@@ -118,19 +114,18 @@ class ProgramEnvironment(FunctionEnvironment):
         return None if errs else row.get("demonstration")
 
     def rehearse(self) -> None:
-        """Open a box once, to see that it opens. Raises RuntimeError."""
+        """Open a box once, to see that it opens. Raises BoxError."""
 
         async def tried() -> None:
-            box = await self._open(self.first or self.image)
-            await box.close()
+            await (await self._open(self.first or self.image)).close()
 
-        try:
-            asyncio.run(tried())
-        except BoxError as error:
-            raise RuntimeError(f"envs.{self.name}: {error}") from error
+        asyncio.run(tried())
 
     async def _open(self, image: str | None) -> Box:
         return await open_box(self.kind, self.program.seen(self.config.box), image)
+
+    async def _serve(self) -> None:
+        await self.gateway.start()
 
     async def close(self) -> None:
         """Stop the gateway."""
@@ -198,21 +193,15 @@ class ProgramEnvironment(FunctionEnvironment):
     async def _program(self, row: Mapping[str, Any], box: Box, episode: Any) -> tuple[Trace, str, str, int]:
         """A program: (trace of the answers that it has received, what it printed, why it ended, its exit code)."""
         limit = self.timeout if self.harness.timeout is None else min(self.timeout, self.harness.timeout)
-        await self.gateway.start()
-        session, site = self.gateway.open(episode, self.harness, self.longest, time.monotonic() + limit), None
+        box.reach(self.gateway.port)
+        session = self.gateway.open(episode, self.harness, self.longest, time.monotonic() + limit)
         try:
-            sock = await box.listening()
-            if sock is not None:
-                site = await self.gateway.listen(sock)
-            url = self.gateway.url if sock is None else f"http://127.0.0.1:{PORT}"
             texts = [(message["role"] == "system", str(message["content"])) for message in row["prompt"]]
             prompt, system = [one_text(text for is_system, text in texts if is_system is wanted) for wanted in (False, True)]
-            command, own = self.program.call(url, session.key, prompt, system, row)
-            result = await box.run(command, own, timeout=limit, until=session.ended, grace=GRACE)
+            command, own = self.program.call(self.gateway.url, session.key, prompt, system, row)
+            result = await box.run(command, own, timeout=limit, until=session.ended, grace=END_SECONDS)
         finally:
             await self.gateway.close(session, "ended")
-            if site is not None:
-                await site.stop()
         if not session.delivered:
             if session.failure is not None:
                 raise session.failure
@@ -227,3 +216,6 @@ class ProgramEnvironment(FunctionEnvironment):
 def _last(result: Result) -> str:
     lines = [line for line in (result.stderr or result.stdout).splitlines() if line.strip()]
     return lines[-1][:300] if lines else "it printed nothing"
+
+
+ENVIRONMENT = ProgramEnvironment

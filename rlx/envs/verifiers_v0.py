@@ -61,7 +61,7 @@ def load_environment(name: str, config: EnvConfig, sampling: dict[str, Any], tim
     if concurrency > 1:
         env.set_concurrency(concurrency)
     limit = config.rollout_timeout or timeout
-    return VerifiersEnvironment(name, env, sampling, limit, config.split, config.num_tasks, config.reward_raises)
+    return VerifiersEnvironment(name, env, sampling, limit, config.split, config.num_tasks, config.on_reward_error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +98,10 @@ class VerifiersEnvironment(LocalEnvironment):
         timeout: float,
         split: str = "train",
         num_tasks: int | None = None,
-        reward_raises: str = "fail",
+        on_reward_error: str = "fail",
     ) -> None:
         """`num_tasks`: use only the first examples."""
-        super().__init__(name, timeout, reward_raises, sources_of(env.env_id) if env.env_id else None)
+        super().__init__(name, timeout, on_reward_error, sources_of(env.env_id) if env.env_id else None)
         self.env = env
         rows = rows_of(name, env, split)
         self.rows = rows if num_tasks is None else rows.select(range(min(num_tasks, len(rows))))
@@ -254,7 +254,7 @@ class VerifiersEnvironment(LocalEnvironment):
         rewards = finite({name: value for name, value in values.items() if name in player.rewards})
         scored = replace(rollout, reward=reward, rewards=rewards, metrics=metrics, error=said)
         raised = any(name in player.rewards for name, _ in errors)  # one with weight 0 is a metric, and no part of the reward
-        return with_raised_reward(scored, said or "", self.reward_raises) if raised else scored
+        return with_raised_reward(scored, said or "", self.on_reward_error) if raised else scored
 
 
 def trajectory_of(state: State) -> list[str]:

@@ -7,7 +7,8 @@ An agent's run leaves a *trace* with rewards of its own, so a rollout trains **o
 the task's index, and its other agents are answered and not trained. So an advantage compares rewards of the same agent in episodes of the
 same row, and no token gets the advantage of an opponent. If an agent runs several times in an episode, member m trains its run m modulo
 their number. Where episodes of one row give that agent different tasks (problems that another agent invents), the log and a metric say so.
-With `agents_per_group=all` the other runs come along (`Rollout.others`), each with a mark of its agent and its task (`Rollout.compared`).
+With `agents_per_group=all` the other runs come along (`Rollout.siblings`), each with a mark of its agent and its task
+(`Rollout.baseline_key`).
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from rlx.envs.messages import recorded
 from rlx.envs.verifiers_v1_boxes import CommandHarness, fit, runtime_of
 from rlx.envs.verifiers_v1_client import ChatLoop, PolicyClient, PolicyEndpoint, give_clients, mark_of
 from rlx.envs.verifiers_v1_tools import functions_of
-from rlx.plain import utf8
+from rlx.json_values import utf8
 from rlx.policy.base import Episode, Message
 from rlx.trace import Trace
 from rlx.types import Rollout, Status, Task
@@ -75,8 +76,8 @@ def load_environment(name: str, config: EnvConfig, sampling: dict[str, Any], tim
     env = load_v1(block)
     for noisy in ("verifiers", "aiohttp.access", "httpx", "httpx2", "mcp"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    if config.reward_raises == "zero" and type(env) is not SingleAgentEnv:
-        raise ValueError(f"{where}.reward_raises=zero cannot be met: the agents of {config.id} are judged together; remove the key")
+    if config.on_reward_error == "zero" and type(env) is not SingleAgentEnv:
+        raise ValueError(f"{where}.on_reward_error=zero cannot be met: the agents of {config.id} are judged together; remove the key")
     if config.split == "eval":
         log.warning("%s: a v1 taskset has no data set for evaluation; its tasks are those of training, unless its args choose others", name)
     tasks = tasks_of(where, env, config.num_tasks)
@@ -96,7 +97,7 @@ class V1Environment(LocalEnvironment):
 
     def __init__(self, name: str, env: vf.Env, tasks: Sequence[vf.Task], agents: Sequence[str], config: EnvConfig, timeout: float) -> None:
         """`agents`: those that train, in turn."""
-        super().__init__(name, timeout, config.reward_raises, sources_of(config.id))
+        super().__init__(name, timeout, config.on_reward_error, sources_of(config.id))
         self.env, self.agents = env, tuple(agents)
         self.whole = config.agents_per_group == "all"
         self.several = len(env._agent_specs) > 1
@@ -109,17 +110,11 @@ class V1Environment(LocalEnvironment):
         self._toolsets = [*env.taskset.toolsets(keys), *self._type.toolsets(keys.task)]
         self.tools = functions_of([each for each in self._toolsets if not each.config.url])
         self._shared = contextlib.AsyncExitStack()
-        self._starting: asyncio.Task[None] | None = None
 
     def trained_agent(self, task: Task) -> str:
         """The agent that the group of `task` trains: each as often as the others, in an order that follows from the task's index."""
         spread = task.index * 0x9E3779B97F4A7C15 % 2**64  # the golden ratio: evenly spread in every stretch of indices, also of every n-th
         return self.agents[spread * len(self.agents) >> 64]
-
-    async def play(self, task: Task, members: Sequence[int], attempt: int) -> list[Rollout]:
-        """See `rlx.envs.base.Environment`. An episode may take `timeout` seconds, its rewards included."""
-        await self._start()
-        return await super().play(task, members, attempt)
 
     def rehearse(self) -> None:
         """Start and stop what the rollouts share, and reach its tool servers elsewhere, if there is anything. Raises RuntimeError."""
@@ -135,7 +130,6 @@ class V1Environment(LocalEnvironment):
                 await self._start()
             finally:
                 await self.close()
-                self._starting = None
 
         if type(self.env).start is not vf.Env.start or self._toolsets:
             asyncio.run(tried())
@@ -147,12 +141,8 @@ class V1Environment(LocalEnvironment):
         await asyncio.wait({closing}, timeout=CLEANUP_GRACE)
         await abandon(closing)
 
-    async def _start(self) -> None:
-        """Start what the rollouts share (the interception server, shared tool servers), once. Raises RuntimeError."""
-        self._starting = self._starting or asyncio.create_task(self._serve())
-        await asyncio.shield(self._starting)
-
     async def _serve(self) -> None:
+        """The interception server, and shared tool servers. Raises RuntimeError."""
         try:
             async with asyncio.timeout(STARTUP_TIMEOUT):
                 await self._shared.enter_async_context(self.env.serving())
@@ -205,8 +195,8 @@ class V1Environment(LocalEnvironment):
         ]
         if said:
             first = replace(first, reward=0.0, rewards={})  # verifiers keeps what was recorded before the error
-            return with_raised_reward(first, said, self.reward_raises)
-        return replace(first, others=tuple(others))
+            return with_raised_reward(first, said, self.on_reward_error)
+        return replace(first, siblings=tuple(others))
 
     def _trained(
         self, task: Task, member: int, episode: Episode, client: PolicyClient, trace: vf.Trace, shared: dict[str, float]
@@ -230,8 +220,8 @@ class V1Environment(LocalEnvironment):
             is_truncated=too_long or trace.stop_condition in CUT or any(node.finish_reason == "length" for node in kept.nodes),
             timing=client.timing,
             agent=trace.agent.name if len(self.agents) > 1 else None,
-            compared=mark_of(trace) if self.whole else None,
-            asked=mark_of(trace) if self.several and not self.whole else None,
+            baseline_key=mark_of(trace) if self.whole else None,
+            task_key=mark_of(trace) if self.several and not self.whole else None,
         )
         if math.isfinite(rollout.reward):
             return rollout

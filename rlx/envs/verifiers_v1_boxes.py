@@ -7,10 +7,9 @@ remote ones are its own. What its servers of this machine offer (the model, tool
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -48,31 +47,22 @@ class BoxRuntime(SubprocessRuntime):
 
     box: Box  # once it is started
 
-    def __init__(self, config: BoxedConfig, name: str | None = None) -> None:
-        super().__init__(config, name)
-        self._forwards: dict[int, asyncio.Task[asyncio.Server]] = {}
-
     async def start(self) -> None:
         self.box = await open_box("bwrap", self.config._holds, self.config._image)
         self.workdir, self.info.id = HOME, self.name
 
     def host_url(self, url: str) -> str:
-        """The same address: the port is forwarded into the box before its next command."""
-        port = urlsplit(url).port if urlsplit(url).hostname in ("127.0.0.1", "localhost") else None
-        if port is not None and port not in self._forwards and not self.box.config.network:
-            self._forwards[port] = asyncio.ensure_future(forward(self.box, port))
+        """The same address, which the box reaches."""
+        if urlsplit(url).hostname in ("127.0.0.1", "localhost"):
+            self.box.reach(urlsplit(url).port or 80)
         return url
 
-    async def _variables(self, env: Mapping[str, str]) -> dict[str, str]:
-        await asyncio.gather(*self._forwards.values())
-        return self.process_env(dict(env))
-
     async def run(self, argv: list[str], env: dict[str, str]) -> ProgramResult:
-        result = await self.box.run(argv, await self._variables(env))
+        result = await self.box.run(argv, self.process_env(env))
         return ProgramResult(exit_code=result.code, stdout=result.stdout, stderr=result.stderr)
 
-    async def _started(self, argv: Sequence[str], env: Mapping[str, str], pipe: int) -> asyncio.subprocess.Process:
-        command = [*self.box.bounds(), *self.box.command(argv, self.box.variables(await self._variables(env)))]
+    async def _started(self, argv: Sequence[str], env: dict[str, str], pipe: int) -> asyncio.subprocess.Process:
+        command = await self.box.entered(argv, self.process_env(env))
         return await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
 
     async def open_process(self, argv: list[str], env: dict[str, str]) -> SubprocessProcess:
@@ -88,31 +78,11 @@ class BoxRuntime(SubprocessRuntime):
         await self.box.write({path: data})
 
     async def teardown(self) -> None:
-        for server in await asyncio.gather(*self._forwards.values(), return_exceptions=True):
-            if isinstance(server, asyncio.Server):
-                server.close()
         if hasattr(self, "box"):
             await self.box.close()
 
     def cleanup(self) -> None:
         """Nothing is left when this process has ended."""
-
-
-async def forward(box: Box, port: int) -> asyncio.Server:
-    """Let what connects to a port of the box reach the same port of this machine."""
-
-    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError), contextlib.closing(writer):
-            while data := await reader.read(2**16):
-                writer.write(data)
-                await writer.drain()
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(OSError), contextlib.closing(writer):
-            there, here = await asyncio.open_connection("127.0.0.1", port)
-            await asyncio.gather(copy(reader, here), copy(there, writer))
-
-    return await asyncio.start_server(serve, sock=await box.listening(port))
 
 
 class CommandHarness(Harness[TheirHarnessConfig]):

@@ -35,6 +35,7 @@ from rlx.agents import dialects
 from rlx.agents.dialects import Dialect, Refused, Request, offered
 from rlx.agents.gateway import UNTRAINED
 from rlx.envs.errors import in_one_line
+from rlx.envs.local import waiting_for
 from rlx.envs.messages import for_template
 from rlx.envs.verifiers_v1_tools import LOCAL, SERVERS, in_openai_form
 from rlx.policy.base import Episode, Message, PromptTooLong, Reply
@@ -251,11 +252,12 @@ class ChatLoop(NullHarness):
         if name not in dispatch:
             return {**result, "content": f"error: unknown tool {name!r}"}
         server, raw = dispatch[name]
-        if server in LOCAL:
-            said = await servers[server].call_tool(raw, arguments)
-            return {**result, "content": tool_client.mcp_content_to_chat_content(said.content)}
-        asking = tool_client.call_mcp(servers, dispatch, name, arguments)
-        return {**result, "content": await answered(f"the tool server {server} to {raw}", asking)}
+        with waiting_for(f"the tool {name}"):
+            if server in LOCAL:
+                said = await servers[server].call_tool(raw, arguments)
+                return {**result, "content": tool_client.mcp_content_to_chat_content(said.content)}
+            asking = tool_client.call_mcp(servers, dispatch, name, arguments)
+            return {**result, "content": await answered(f"the tool server {server} to {raw}", asking)}
 
     async def _post(self, handler: Any, secret: str, body: dict) -> tuple[int, dict]:
         """(HTTP status, JSON) of a handler's answer. It gets a task of its own: the server cancels its handlers when a rollout ends."""

@@ -24,7 +24,7 @@ import numpy as np
 
 from rlx.config.schema_rollout import EnvConfig
 from rlx.inference.sampler import Servers
-from rlx.plain import from_json, to_json
+from rlx.json_values import from_json, to_json
 from rlx.policy.spec import PolicySpec
 from rlx.trace import Trace
 from rlx.types import Rollout
@@ -165,7 +165,7 @@ def decoder(kind: Any) -> Callable[[Any], Any]:
 
 
 def pack_row(row: Any) -> bytes:
-    """A row of a data set as bytes. Raises CodecError if it holds other than plain values (`rlx.plain`)."""
+    """A row of a data set as bytes. Raises CodecError if it holds other than plain values (`rlx.json_values`)."""
     return encode(to_json(dict(row)))
 
 

@@ -57,7 +57,7 @@ from rlx.envs.wire import (
 from rlx.inference.sampler import Sampler
 from rlx.policy.spec import PolicySpec, chat_of, policy_of
 from rlx.process import die_with_parent, keep_event_loop_free
-from rlx.stacks import answer_in_child, explain_with, where_rollouts_wait
+from rlx.stack_dump import answer_in_child, explain_with, where_rollouts_wait
 from rlx.types import Task
 
 log = logging.getLogger("rlx.envs.worker")
@@ -92,7 +92,7 @@ def main(name: str, sock: str, beats: str, stacks: str) -> None:
     asyncio.set_event_loop(loop)
     explain_with(lambda: where_rollouts_wait(loop, getattr(env, "sources", None)))
     answer_in_child(name, int(stacks))
-    server = Server(link, env, load.settings.keeps_late)
+    server = WorkerServer(link, env, load.settings.keeps_late)
     Heart(socket.socket(fileno=int(beats)), loop, server).start()
     loop.run_until_complete(server.serve())
     os._exit(0)  # a thread that hangs must not keep the process
@@ -167,7 +167,7 @@ def new_loop() -> asyncio.AbstractEventLoop:
 class Heart(threading.Thread):
     """Sends the beats, also while the event loop is blocked, and measures how long what is ready waits for its turn in it."""
 
-    def __init__(self, sock: socket.socket, loop: asyncio.AbstractEventLoop, server: Server) -> None:
+    def __init__(self, sock: socket.socket, loop: asyncio.AbstractEventLoop, server: WorkerServer) -> None:
         super().__init__(name="heartbeat", daemon=True)
         self.sock, self.loop, self.server = sock, loop, server
         self.turns, self.asked, self.delay = 0, 0.0, 0.0  # asked: monotonic seconds since which the loop is asked to turn; 0: it is not
@@ -203,7 +203,7 @@ class Heart(threading.Thread):
         self.turns, self.asked = self.turns + 1, 0.0
 
 
-class Server:
+class WorkerServer:
     """Plays requests concurrently, and sends each rollout as soon as it is scored."""
 
     def __init__(self, link: socket.socket, env: Any, keeps_late: bool) -> None:
@@ -262,7 +262,7 @@ class Server:
             task = Task(env=self.env.name, example_id=asked.example_id, index=asked.index, row=unpack_row(asked.row))
             rollouts = await self.env.play(task, asked.members, asked.attempt)
             bare = replace(task, row={})  # the orchestrator has it
-            members = [[replace(run, task=bare, others=()) for run in (each, *each.others)] for each in rollouts]
+            members = [[replace(run, task=bare, siblings=()) for run in (each, *each.siblings)] for each in rollouts]
             self.link.send(Played(asked.number, members))
         except Exception as error:
             self.link.send(Failed(asked.number, f"{type(error).__name__}: {error}", traceback.format_exc()))

@@ -18,11 +18,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rlx.descendants import WORKER_TOKEN, kill_all, memory_below
 from rlx.envs import boot
 from rlx.envs.base import failed
 from rlx.envs.wire import Beat, Failed, FromWorker, Link, Load, Played, decoder, encode
-from rlx.stacks import own_line
+from rlx.process_tree import WORKER_TOKEN, kill_all, memory_below
+from rlx.stack_dump import own_line
 from rlx.trace import Trace
 from rlx.types import Rollout, Status, Task
 
@@ -58,7 +58,7 @@ class InFlight:
             self.answer.set_exception(RuntimeError(f"{message.error}\n{message.trace}"))
         elif message.rollouts:
             own = [[replace(rollout, task=self.task) for rollout in runs] for runs in message.rollouts]
-            self.answer.set_result([replace(first, others=tuple(others)) if others else first for first, *others in own])
+            self.answer.set_result([replace(first, siblings=tuple(others)) if others else first for first, *others in own])
         else:
             self.fail("environment", message.error)
 

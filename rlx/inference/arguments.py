@@ -68,7 +68,7 @@ def options(config: PlayRoot, model: str, replica: int) -> dict[str, Any]:
         found["chat_template"] = str(template_path(config.model.chat_template))
     if config.model.chat_template_kwargs:
         found["default_chat_template_kwargs"] = json.dumps(dict(config.model.chat_template_kwargs))
-    if config.lora.on:
+    if config.lora.enabled:
         found |= adapter_options(config, Path(model))
     if config.transfer is not None:
         found["weight_transfer_config"] = {"backend": config.transfer}
@@ -93,7 +93,7 @@ def environment(config: PlayRoot, present: Mapping[str, str]) -> dict[str, str]:
         wanted["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
         if config.model.dtype == "float32":
             wanted["TRITON_F32_DEFAULT"] = "ieee"  # else vLLM's Triton kernels multiply float32 in TF32, with about 1e-3 of error
-    if config.lora.on:
+    if config.lora.enabled:
         wanted["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if config.transfer == "ipc":
         wanted["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # handles of GPU memory are pickled

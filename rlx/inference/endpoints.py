@@ -14,8 +14,8 @@ from pathlib import Path
 from rlx.config.schema import EvaluatedRun, PlayRoot, TrainingRoot
 from rlx.heartbeat import FETCHING, WAITING_FOR_MODEL, AtWork
 from rlx.paths import RunPaths, listed, write_text
+from rlx.polling import wait_for
 from rlx.process import host_name
-from rlx.waiting import wait_for
 
 log = logging.getLogger(__name__)
 
@@ -142,6 +142,12 @@ def wait_for_neighbours(cfg: TrainingRoot, paths: RunPaths, beat: Callable[[str]
     While an engine starts, it measures the GPU's free memory, so the trainer must not take any. `beat` reports the phase, `tick` is called
     while waiting. Raises WaitTimeout after `inference.startup_timeout`.
     """
-    if isinstance(cfg, EvaluatedRun) and cfg.plays and cfg.num_servers and cfg.hardware.device == "cuda" and cfg.hardware.shared:
+    if (
+        isinstance(cfg, EvaluatedRun)
+        and cfg.generates_rollouts
+        and cfg.started_servers
+        and cfg.hardware.device == "cuda"
+        and cfg.hardware.colocate
+    ):
         beat("waiting for the inference servers, which measure the GPU's memory before the trainer takes any")
         read_endpoints(paths, cfg.hardware.inference_replicas, cfg.inference.startup_timeout, tick)

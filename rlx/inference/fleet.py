@@ -1,6 +1,6 @@
 """The servers of a run as a whole: tracks their policy version and brings all of them to the next one.
 
-There is one fleet per run. Every LOOK seconds it asks every server for its version, and which servers there are. A server that restarted
+There is one fleet per run. Every POLL_SECONDS it asks every server for its version, and which servers there are. A server that restarted
 or joined gets the run's version before samplers use it. A server that does not answer is left out while others do: updates do not wait for
 it, and samplers learn of it (`on_change`).
 
@@ -23,7 +23,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from rlx.concurrent import all_of
+from rlx.aio import all_of
 from rlx.inference import wire
 from rlx.inference.client import Client
 from rlx.inference.endpoints import Endpoint
@@ -46,7 +46,7 @@ from rlx.weights.subscribe import request_transfer
 
 log = logging.getLogger(__name__)
 
-LOOK = 2.0  # seconds between two checks of the servers
+POLL_SECONDS = 2.0  # seconds between two checks of the servers
 HUNG = 30.0  # seconds after which a server that takes a connection but does not answer counts as lost, if others answer
 GONE = 2.0  # seconds without an answer after which an update goes on without a server, if others have the version
 SLOWER = 4.0  # factor: a server that takes so much longer than the first one is left out of an update
@@ -66,7 +66,7 @@ class Fleet:
         run: str = "",
         adopt: bool = False,
         verify_every: int = 16,
-        look: float = LOOK,
+        look: float = POLL_SECONDS,
         find: Callable[[], Sequence[Endpoint]] | None = None,
         hung: float = HUNG,
     ) -> None:
@@ -158,23 +158,29 @@ class Fleet:
         Raises TakenServer if another run uses it, and InferenceError if it started with another model than the other servers.
         """
         async with server.lock:  # one of several calls at once loads
-            state, label = await server.look(), label_of(weights.version, self._run)
+            state = await server.look()
             version, run = parse_label(state.label) or (-1, "")
             if version >= 0 and run != self._run and server.serves and self._watching is not None:
                 raise TakenServer(
                     f"{server.endpoint.name} has version {version} of another run ({run}; this one is {self._run}).\n"
                     "  fix: give each run servers of its own, or run them in turn"
                 )
-            has_it = label in state.adapters if weights.kind == "adapter" else run == self._run and version >= weights.version
-            if server.loading or not has_it:
+            if server.loading or not self._has(state, weights):
                 if weights.kind == "initial":
                     self._compare_with_others(server)  # before it generates
                 where = weights if weights.kind == "initial" else self.look_up(weights.version) or weights
-                await server.load(where, label, self.initial(state.model), self._verify_every)
+                await server.load(where, label_of(weights.version, self._run), self.initial(state.model), self._verify_every)
             elif server.paused:
                 await server.resume()
             if weights.kind == "initial":
                 self._compare_with_others(server)
+
+    def _has(self, state: ServerState, weights: WeightVersion) -> bool:
+        """Whether a server has a version, or a newer one of this run."""
+        version, run = parse_label(state.label) or (-1, "")
+        if weights.kind == "adapter":
+            return label_of(weights.version, self._run) in state.adapters
+        return run == self._run and version >= weights.version
 
     def _compare_with_others(self, server: Replica) -> None:
         """Raise InferenceError if a server has another version 0 than one of the others that have it. Later versions are verified."""
@@ -376,8 +382,8 @@ class Fleet:
         before = server.endpoint
         try:
             limit = self._hung if self._others(server) else self._restart_timeout
-            await server.in_time(server.look(), limit, "report its version")
-            if not self._adopts:
+            state = await server.in_time(server.look(), limit, "report its version")
+            if not self._adopts and (server.loading or server.paused or not self._has(state, self._weights)):
                 await self._bring_current(server)
         except InferenceError as error:
             if isinstance(error, TakenServer | WeightsDiffer) and not self._failed.done():

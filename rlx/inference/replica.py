@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from rlx.concurrent import all_of
+from rlx.aio import all_of
 from rlx.inference import wire
 from rlx.inference.client import Client
 from rlx.inference.endpoints import Endpoint
@@ -30,7 +30,7 @@ from rlx.weights.shapes import digest_of, manifest
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-POLL = 0.02  # seconds between two looks at a check
+POLL_SECONDS = 0.02  # seconds between two looks at a check
 CHEAP = 0.05  # share of the time between two updates that a compare may always take
 ADAPTERS_LEFT = 2  # adapters of a run that stay loaded: requests in flight may have the one before
 
@@ -200,7 +200,7 @@ class Replica:
     async def _check(self, folder: str, digest: str) -> None:
         """Have every rank check the folder, while the server generates."""
         while not all(rank["ready"] for rank in await self.call("rlx_check", folder, digest)):
-            await asyncio.sleep(POLL)
+            await asyncio.sleep(POLL_SECONDS)
 
     async def label(self, label: str) -> None:
         """Give the served weights a label, and let the server generate."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rlx.kernels import rows_torch
-from rlx.kernels.tiles import Form, Rows, tiled_logprob
+from rlx.kernels.tiles import LogitTransform, TileOps, tiled_logprob
 
 BACKENDS = ("auto", "torch", "triton", "liger")
 WIDE = 4096  # a vocabulary that is worth the seconds of compiling Triton kernels
@@ -55,12 +55,12 @@ def logprob(
         from rlx.kernels.liger import liger_logprob
 
         return liger_logprob(hidden, head, labels, temperature, scale=scale)
-    rows: Rows = rows_torch
+    rows: TileOps = rows_torch
     if backend == "triton":
         from rlx.kernels import rows_triton
 
         rows = rows_triton
-    return tiled_logprob(hidden, head, labels, temperature, bias=bias, form=Form(scale, softcap), rows=rows, tile=tile)
+    return tiled_logprob(hidden, head, labels, temperature, bias=bias, form=LogitTransform(scale, softcap), rows=rows, tile=tile)
 
 
 def choose_backend(

@@ -1,17 +1,17 @@
-"""The computation inside a tile of logits, in plain torch: for the CPU, and without Triton. See `rlx.kernels.tiles.Rows`."""
+"""The computation inside a tile of logits, in plain torch: for the CPU, and without Triton. See `rlx.kernels.tiles.TileOps`."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from rlx.kernels.tiles import Form, Softmax, Sums
+from rlx.kernels.tiles import LogitTransform, Softmax, Sums
 
 
-def absorb(
-    x: Tensor, sums: Sums, labels: Tensor, inverse_temperature: Tensor, bias: Tensor | None, form: Form, weights: Tensor | None
+def accumulate_tile(
+    x: Tensor, sums: Sums, labels: Tensor, inverse_temperature: Tensor, bias: Tensor | None, form: LogitTransform, weights: Tensor | None
 ) -> Tensor | None:
-    """Add the tile to `sums`. With `weights`, fill it and return the factor for all earlier sums. See `Rows`."""
+    """Add the tile to `sums`. With `weights`, fill it and return the factor for all earlier sums. See `TileOps`."""
     z, slope = _logits(x, inverse_temperature, bias, form)
     inside, at = _inside(labels, z.shape[1])
     sums.target += torch.where(inside, z.gather(1, at)[:, 0], 0)
@@ -38,10 +38,10 @@ def to_gradient(
     labels: Tensor,
     inverse_temperature: Tensor,
     bias: Tensor | None,
-    form: Form,
+    form: LogitTransform,
     dtype: torch.dtype,
 ) -> Tensor:
-    """∂L/∂x: (c·onehot − p·(c + e·(log p + H)))·∂z/∂x. See `Rows`."""
+    """∂L/∂x: (c·onehot − p·(c + e·(log p + H)))·∂z/∂x. See `TileOps`."""
     z, slope = _logits(x, inverse_temperature, bias, form)
     z -= softmax.maximum[:, None]
     p = z.exp()  # p · total
@@ -59,7 +59,7 @@ def to_gradient(
     return p.to(dtype)
 
 
-def _logits(x: Tensor, inverse_temperature: Tensor, bias: Tensor | None, form: Form) -> tuple[Tensor, Tensor]:
+def _logits(x: Tensor, inverse_temperature: Tensor, bias: Tensor | None, form: LogitTransform) -> tuple[Tensor, Tensor]:
     """(z [n, v], ∂z/∂x [n, 1] or [n, v]) of a tile of raw products. Overwrites the tile."""
     if bias is not None:
         x += bias

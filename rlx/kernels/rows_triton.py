@@ -1,4 +1,5 @@
-"""The computation inside a tile of logits, as Triton kernels: one pass over the tile forward, one backward. See `rlx.kernels.tiles.Rows`.
+"""The computation inside a tile of logits, as Triton kernels: one pass over the tile forward, one backward. See
+`rlx.kernels.tiles.TileOps`.
 
 cuBLAS computes the products around them, with float32 results. The kernels compute in float32. With `TRITON_INTERPRET=1` they run on CPU
 tensors (tests). Per tile, forward reads it once; backward reads it once and writes ∂L/∂x in the dtype of the products.
@@ -11,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlx.kernels.tiles import Form, Softmax, Sums
+from rlx.kernels.tiles import LogitTransform, Softmax, Sums
 
 BLOCK = 2048  # columns that one program holds at a time
 NUM_WARPS = 8
@@ -101,10 +102,10 @@ def gradient_kernel(
     tl.store(out_ptr + row * num_columns + columns, (gradient * slope).to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def absorb(
-    x: Tensor, sums: Sums, labels: Tensor, inverse_temperature: Tensor, bias: Tensor | None, form: Form, weights: Tensor | None
+def accumulate_tile(
+    x: Tensor, sums: Sums, labels: Tensor, inverse_temperature: Tensor, bias: Tensor | None, form: LogitTransform, weights: Tensor | None
 ) -> Tensor | None:
-    """Add the tile to `sums`. With `weights`, fill it and return the factor for all earlier sums. See `Rows`."""
+    """Add the tile to `sums`. With `weights`, fill it and return the factor for all earlier sums. See `TileOps`."""
     assert x.is_contiguous(), x.stride()
     n, v = x.shape
     shrink = None if weights is None else torch.empty_like(sums.maximum)
@@ -125,10 +126,10 @@ def to_gradient(
     labels: Tensor,
     inverse_temperature: Tensor,
     bias: Tensor | None,
-    form: Form,
+    form: LogitTransform,
     dtype: torch.dtype,
 ) -> Tensor:
-    """∂L/∂x: (c·onehot − p·(c + e·(log p + H)))·∂z/∂x, written into x if the dtype allows. See `Rows`."""
+    """∂L/∂x: (c·onehot − p·(c + e·(log p + H)))·∂z/∂x, written into x if the dtype allows. See `TileOps`."""
     assert x.is_contiguous(), x.stride()
     n, v = x.shape
     out = x if x.dtype == dtype else torch.empty(n, v, dtype=dtype, device=x.device)

@@ -13,7 +13,7 @@ moves, so backward is one product with c. An entropy gradient is not part of it;
 
 Memory beyond inputs and gradients: one tile of float32 logits and the temporary tensors of the row functions; a float32 [N, D] sum (only
 if hidden is 16 bit or the head frozen); a float32 gradient of one slice of the head. Work: 8 N·D·V operations, 4 with a frozen
-head; naive 6. `Rows` defines the computation inside a tile.
+head; naive 6. `TileOps` defines the computation inside a tile.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LOWEST = -1e37  # the initial maximum; finite, so that differences from it are n
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class LogitTransform:
     """How raw products become logits: softcap(scale · x) / τ."""
 
     scale: float
@@ -70,14 +70,21 @@ class Softmax:
         return Softmax(self.maximum[rows], self.total[rows], self.mean[rows])
 
 
-class Rows(Protocol):
+class TileOps(Protocol):
     """The computation inside a tile x [n, v] of raw products (without bias). It overwrites the tile.
 
     `labels` [n] count from the tile's first column and may lie outside it; `inverse_temperature` is [n]; `bias` is [v] or None.
     """
 
-    def absorb(
-        self, x: Tensor, sums: Sums, labels: Tensor, inverse_temperature: Tensor, bias: Tensor | None, form: Form, weights: Tensor | None
+    def accumulate_tile(
+        self,
+        x: Tensor,
+        sums: Sums,
+        labels: Tensor,
+        inverse_temperature: Tensor,
+        bias: Tensor | None,
+        form: LogitTransform,
+        weights: Tensor | None,
     ) -> Tensor | None:
         """Add the tile to `sums`. With `weights` [n, v], fill it with exp(z − max)·∂z/∂x and return exp(old max − new max) [n]."""
         ...
@@ -91,7 +98,7 @@ class Rows(Protocol):
         labels: Tensor,
         inverse_temperature: Tensor,
         bias: Tensor | None,
-        form: Form,
+        form: LogitTransform,
         dtype: torch.dtype,
     ) -> Tensor:
         """∂L/∂x [n, v] in `dtype` (may be x itself), from c and e [n], the gradients of logp and entropy (e None: no entropy gradient)."""
@@ -105,8 +112,8 @@ def tiled_logprob(
     temperature: Tensor,
     *,
     bias: Tensor | None,
-    form: Form,
-    rows: Rows,
+    form: LogitTransform,
+    rows: TileOps,
     tile: tuple[int, int] | None,
 ) -> tuple[Tensor, Tensor]:
     """The op on checked inputs; shapes and results as in `rlx.kernels.logprob.logprob`."""
@@ -131,8 +138,8 @@ class _Logprob(torch.autograd.Function):
         bias: Tensor | None,
         labels: Tensor,
         temperature: Tensor,
-        form: Form,
-        rows: Rows,
+        form: LogitTransform,
+        rows: TileOps,
         tile: tuple[int, int],
         frozen: bool,
     ) -> tuple[Tensor, Tensor]:
@@ -147,7 +154,7 @@ class _Logprob(torch.autograd.Function):
                 x = _product(_operand(hidden[block]), w.T)
                 local, part = labels[block] - columns.start, sums.part(block)
                 weights = None if d_logp is None else torch.empty(x.shape, dtype=w.dtype, device=x.device)
-                shrink = rows.absorb(x, part, local, inverse_temperature[block], b, form, weights)
+                shrink = rows.accumulate_tile(x, part, local, inverse_temperature[block], b, form, weights)
                 if d_logp is not None and weights is not None and shrink is not None:
                     d_logp[block] *= shrink[:, None]
                     _add_product(d_logp[block], weights, w)
@@ -201,7 +208,7 @@ class _Logprob(torch.autograd.Function):
         )
 
 
-def _slope(target: Tensor, inverse_temperature: Tensor, form: Form) -> Tensor:
+def _slope(target: Tensor, inverse_temperature: Tensor, form: LogitTransform) -> Tensor:
     """[n] ∂z/∂x at the label, from z at the label."""
     slope = inverse_temperature * form.scale
     if form.softcap is None:

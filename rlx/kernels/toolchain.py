@@ -38,10 +38,12 @@ def launch(device: str = "cuda") -> None:
     import torch
 
     from rlx.kernels import rows_triton
-    from rlx.kernels.tiles import Form, Sums
+    from rlx.kernels.tiles import LogitTransform, Sums
 
     x, sums = torch.zeros(1, 16, device=device), Sums.start(1, torch.float32, torch.device(device))
-    rows_triton.absorb(x, sums, torch.zeros(1, dtype=torch.int64, device=device), x[0, :1] + 1, None, Form(1.0, None), None)
+    rows_triton.accumulate_tile(
+        x, sums, torch.zeros(1, dtype=torch.int64, device=device), x[0, :1] + 1, None, LogitTransform(1.0, None), None
+    )
     assert sums.total.tolist() == [16.0], sums
 
 

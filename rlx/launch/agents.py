@@ -29,12 +29,12 @@ from typing import Any, TypeVar
 
 from aiohttp import ClientError, ClientSession, ClientTimeout, ClientWebSocketResponse, WSMsgType, web
 
-from rlx.descendants import TOKEN, kill_all
 from rlx.paths import RunPaths
 from rlx.plan.environment import DEVICES, devices, inherited
-from rlx.plan.record import ProcessSpec
-from rlx.process import die_with_parent
-from rlx.waiting import LEFT
+from rlx.plan.process_spec import ProcessSpec
+from rlx.polling import LEFT
+from rlx.process import TODAY, die_with_parent
+from rlx.process_tree import TOKEN, kill_all
 
 T = TypeVar("T")
 
@@ -218,7 +218,7 @@ async def run(order: dict[str, Any]) -> int:
     """
     host, port = order["at"]
     paths, start = RunPaths(Path(order["run"])), order["start"]
-    start["env"] |= {name: os.environ[name] for name in (TOKEN,) if name in os.environ}
+    start["env"] |= {name: os.environ[name] for name in (TOKEN, TODAY) if name in os.environ}  # what the supervisor gives its children
     try:
         async with connect((host, port), Path(order["token"]).read_text(encoding="utf-8").strip(), start=start) as line:
             # Roles take SIGTERM for a notice where HOST is set (`rlx.process.sigterm_is_a_notice`), as SLURM uses it.

@@ -16,10 +16,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rlx.descendants import kill_all
 from rlx.launch.starters import Starter
 from rlx.launch.verdict import Process
-from rlx.plan.record import ProcessSpec
+from rlx.plan.process_spec import ProcessSpec
+from rlx.process_tree import kill_all
 
 
 @dataclass(slots=True)

@@ -1,6 +1,6 @@
 """The container in which a job's processes run: options of `srun` (Pyxis), or a command around the process's own (Apptainer).
 
-    the job's script, on the host        answers what is asked from inside (`rlx.runs.outside`)
+    the job's script, on the host        answers what is asked from inside (`rlx.runs.host_commands`)
       └ srun … the supervisor            in the container, asks for the steps
       └ srun … every role                in the container
 
@@ -16,12 +16,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rlx.config.elsewhere import is_the_images
 from rlx.config.errors import ConfigError
+from rlx.config.k8s_volume import in_image_folder
 from rlx.config.schema import CommandConfig
 from rlx.config.schema_launch import ContainerConfig
 from rlx.paths import cache_root
-from rlx.runs.outside import FOLDER
+from rlx.runs.host_commands import FOLDER
 from rlx.runs.provenance import SOURCE
 
 MOUNTS = "RLX_MOUNTS"  # environment variable of a job: what is mounted, separated by commas
@@ -35,7 +35,7 @@ STEP = "supervisor"  # name of the supervisor's step
 
 
 @dataclass(frozen=True)
-class Container:
+class RoleContainer:
     """One container of a job, as a command line."""
 
     cfg: ContainerConfig
@@ -44,7 +44,7 @@ class Container:
     gpus: bool
 
     @classmethod
-    def of(cls, cfg: CommandConfig, mounts: Sequence[str], workdir: str | None = None) -> Container | None:
+    def of(cls, cfg: CommandConfig, mounts: Sequence[str], workdir: str | None = None) -> RoleContainer | None:
         """The container of a command's configuration; None if it has none. `workdir`: where the command was given."""
         its = cfg.slurm.container
         if its is None:
@@ -99,7 +99,7 @@ def mounts_of(cfg: CommandConfig, base: Path, code: Path | None) -> list[str]:
         *named_folders({key: value for key, value in asdict(cfg).items() if key not in ("slurm", "launcher", "run")}),
     ]
     own: list[Path] = []
-    whole = {Path("/"), *(folder for folder in folders if len(folder.parts) == 2 and is_the_images(folder))}
+    whole = {Path("/"), *(folder for folder in folders if len(folder.parts) == 2 and in_image_folder(folder))}
     for folder in sorted({*folders} - whole, key=lambda each: (len(each.parts), str(each))):
         if bad := [char for char in ":,\n" if char in str(folder)]:
             raise ConfigError(
@@ -127,7 +127,7 @@ def named_folders(values: Any) -> Iterator[Path]:
             folder = path if path.is_dir() else path.parent if path.exists() else None
         except OSError:  # a text that is too long for a path, say
             return
-        if folder is not None and not is_the_images(folder):
+        if folder is not None and not in_image_folder(folder):
             yield folder
 
 
@@ -155,7 +155,7 @@ def home_variables(cfg: CommandConfig) -> dict[str, str]:
 
 
 BESIDE = r"""
-# rlx runs in a container, without SLURM's commands. It asks this script for them: rlx/runs/outside.py.
+# rlx runs in a container, without SLURM's commands. It asks this script for them: rlx/runs/host_commands.py.
 rlx_answer() {
   local folder word words
   trap : TERM # SLURM signals the script's processes too; these must say how a command ended
@@ -219,9 +219,9 @@ def _step(name: str, nodes: int, not_for_steps: Sequence[str]) -> list[str]:
     return [*dropped, "srun", "--overlap", *size, f"--job-name={name}", "--cpu-bind=none", "--mem=0", "--input=none"]
 
 
-def beside(container: Container, not_for_steps: Sequence[str]) -> str:
+def beside(container: RoleContainer, not_for_steps: Sequence[str]) -> str:
     """`BESIDE` for a container, with its mounts."""
-    its = Container(container.cfg, (*container.mounts, OUTSIDE), container.workdir, container.gpus)
+    its = RoleContainer(container.cfg, (*container.mounts, OUTSIDE), container.workdir, container.gpus)
     words = [*_step(STEP, 1, not_for_steps), "--nodelist=${SLURMD_NODENAME:-$HOSTNAME}", "--unbuffered", "--export=ALL"]
     words += [*its.options, *its.around([], dict.fromkeys(KEPT, ""))]
     shown = ["env", *(_for_shell(word) for word in words)]

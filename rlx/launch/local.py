@@ -16,14 +16,14 @@ from submitit import LocalExecutor, LocalJob
 
 from rlx.config.load import load_command
 from rlx.config.schema import CommandConfig
-from rlx.descendants import kill_all, start_time
 from rlx.launch.supervisor import Supervisor
 from rlx.lock import FileLock
 from rlx.paths import RunPaths
 from rlx.plan.environment import DEVICES
+from rlx.process_tree import kill_all, start_time
 from rlx.runs.status import FINAL, Status, new_attempt, read_status
 
-POLL = 0.1  # seconds between two checks of the job
+POLL_SECONDS = 0.1  # seconds between two checks of the job
 UPDATE = 0.2  # seconds between two calls of the observer
 MARGIN = 3.0  # seconds beyond `grace` that the supervisor has to stop everything before it counts as stuck
 YEAR = 366 * 24 * 60  # minutes; submitit's local jobs time out after two by default
@@ -117,7 +117,7 @@ def _follow(cfg: CommandConfig, job: LocalJob[int], token: str, requests: list[i
         if observer is not None and now - updated > UPDATE:
             updated = now
             observer.update()
-        time.sleep(POLL)
+        time.sleep(POLL_SECONDS)
 
 
 def _end(paths: RunPaths, cfg: CommandConfig, lock: FileLock, job: LocalJob[int], token: str) -> None:
@@ -146,5 +146,5 @@ def _close(paths: RunPaths, cfg: CommandConfig, job: LocalJob[int], *, interrupt
     elif status.state not in FINAL:
         log = paths.log(status.attempt, "launcher")
         log = log if log.exists() and log.stat().st_size else Path(job.paths.stdout)
-        status.fail(paths, "supervisor", "the supervisor died before it started any process", log, cfg.launcher.last_lines)
+        status.fail(paths, "supervisor", "the supervisor died before it started any process", log, cfg.launcher.log_tail_lines)
     return status

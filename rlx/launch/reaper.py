@@ -11,8 +11,8 @@ import signal
 import sys
 from pathlib import Path
 
-from rlx.descendants import kill_all
 from rlx.paths import RunPaths
+from rlx.process_tree import kill_all
 from rlx.runs.status import FINAL, read_status
 from rlx.weights import tmpfs
 

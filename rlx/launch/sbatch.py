@@ -14,7 +14,7 @@ from submitit import SlurmExecutor
 
 from rlx.config.errors import ConfigError
 from rlx.config.schema import CommandConfig
-from rlx.launch.container import Container, beside, caches_of, home_variables, mounts_of, on_all_hosts
+from rlx.launch.container import RoleContainer, beside, caches_of, home_variables, mounts_of, on_all_hosts
 from rlx.launch.starters import NOT_FOR_STEPS
 from rlx.plan.environment import DEVICES, OF_A_GROUP, hub_variables
 from rlx.runs.provenance import folders_of, snapshot_environment
@@ -125,7 +125,7 @@ def _again(setup: Sequence[str], code: Path | None) -> list[str]:
 
 
 def _in_container(cfg: CommandConfig, base: Path, code: Path | None) -> str:
-    container = Container.of(cfg, mounts_of(cfg, base, code))
+    container = RoleContainer.of(cfg, mounts_of(cfg, base, code))
     assert container is not None
     made = ["mkdir", "-p", *(str(folder) for folder in dict.fromkeys(caches_of(cfg)))]
     dropped = (*NOT_FOR_STEPS, *OF_A_GROUP)

@@ -24,13 +24,13 @@ from submitit import JobEnvironment
 from rlx.config.errors import ConfigError
 from rlx.config.load import load_command
 from rlx.config.schema import CommandConfig
-from rlx.launch.container import MOUNTS, Container
+from rlx.launch.container import MOUNTS, RoleContainer
 from rlx.launch.sbatch import check_directory, make_executor, own_job_forgotten, sbatch_options, sbatch_script
 from rlx.launch.starters import SrunStarter
 from rlx.launch.supervisor import Supervisor
 from rlx.lock import FileLock
 from rlx.paths import RunPaths, write_text
-from rlx.runs import outside
+from rlx.runs import host_commands
 from rlx.runs.history import final_reward
 from rlx.runs.jobs import (
     ask,
@@ -103,10 +103,10 @@ class Attempt:
         received: list[int] = []
         for number in (signal.SIGUSR2, signal.SIGTERM):  # submitit's own handlers would requeue without recording it in the status
             signal.signal(number, lambda number, _: received.append(number))
-        if outside.is_inside():
+        if host_commands.is_inside():
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             signal.signal(signal.SIGINT, lambda *_: received.append(signal.SIGTERM))
-            received += [signal.SIGTERM if name == "INT" else signal.Signals[f"SIG{name}"] for name in outside.begin()]
+            received += [signal.SIGTERM if name == "INT" else signal.Signals[f"SIG{name}"] for name in host_commands.begin()]
         paths = RunPaths(Path(self.run_dir))
         cfg = load_command(paths.root)
         environment = JobEnvironment()
@@ -144,7 +144,7 @@ class Attempt:
         if barren > cfg.launcher.max_requeues:
             most = f"launcher.max_requeues={cfg.launcher.max_requeues}"
             _give_up(paths, status, f"the job was requeued {barren} times without progress, more than {most}")
-        container = Container.of(cfg, os.environ.get(MOUNTS, "").split(","))
+        container = RoleContainer.of(cfg, os.environ.get(MOUNTS, "").split(","))
         starter = SrunStarter(job, environment.hostnames, cfg.hardware.gpus_per_node, cfg.slurm.prefix, container, restarts)
         supervisor = Supervisor(paths, cfg, lock_fd=lock.fd, attempt=status.attempt, starter=starter)
         code = supervisor.run(received)
@@ -188,7 +188,7 @@ class Attempt:
                 look = time.monotonic() + AGAIN
             time.sleep(0.2)
         known = restarts_of(job_id)  # SLURM counts a requeue before it signals
-        if known > restarts or known < 0:  # a silent SLURM knows how the job ends: `rlx.launch.follow`
+        if known > restarts or known < 0:  # a silent SLURM knows how the job ends: `rlx.launch.wait_for_job`
             return status.exit_code or 0
         if supervisor.interrupted:
             status.finish("interrupted")

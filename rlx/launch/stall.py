@@ -1,7 +1,7 @@
 """Says what every process of a run does when nothing moves, without ending it.
 
     heartbeats, metrics → nothing has changed for launcher.stall_timeout seconds, once for each stall:
-    ask every process (`rlx.stacks`), every server → `Seen` records → `account` (pure: records → lines) → logs/attempt_N/stall_K.txt
+    ask every process (`rlx.stack_dump`), every server → `Seen` records → `account` (pure: records → lines) → logs/attempt_N/stall_K.txt
 
 The console shows the lines, because it reads that file. The questions go through files, so processes may run on other hosts.
 """
@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlx.descendants import start_time, state_of
 from rlx.heartbeat import FETCHING, SERVING, SILENT, in_phase
 from rlx.paths import RunPaths, listed, write_text
-from rlx.stacks import BLOCKED, boot
+from rlx.process_tree import start_time, state_of
+from rlx.stack_dump import BLOCKED, boot
 
 WRITES = 0.5  # seconds that faulthandler has to write
 ANSWER = 8.0  # seconds that the processes have to answer

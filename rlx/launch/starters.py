@@ -15,12 +15,12 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlx.launch.container import KEPT, Container
+from rlx.launch.container import KEPT, RoleContainer
 from rlx.plan.environment import DEVICES, OF_A_GROUP, environment_of, inherited
-from rlx.plan.record import ProcessSpec
+from rlx.plan.process_spec import ProcessSpec
 from rlx.process import HOST, SUPERVISOR
+from rlx.runs.host_commands import outside
 from rlx.runs.jobs import ask, restarts_of
-from rlx.runs.outside import outside
 
 PROBE = 30  # seconds that a host has to start a step
 LEAVE = 2  # seconds that `srun` has to give such a step up
@@ -77,7 +77,7 @@ class SrunStarter(Starter):
         hosts: Sequence[str],
         gpus_per_node: int = 0,
         prefix: Sequence[str] = (),
-        container: Container | None = None,
+        container: RoleContainer | None = None,
         restarts: int = 0,
     ) -> None:
         """`job_id`: `12`, or `12_5` for an array task. Not `SLURM_JOB_ID`: for the last task that is `12`, which names the whole array.

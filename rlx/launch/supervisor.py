@@ -23,9 +23,8 @@ import time
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from rlx.config.savings import ran_out, when_out_of_memory
+from rlx.config.oom_hints import ran_out, when_out_of_memory
 from rlx.config.schema import CommandConfig, PlayRoot, TrainingRoot
-from rlx.descendants import TOKEN, start_time
 from rlx.heartbeat import EVALUATING, SERVING, Ages, read_heartbeats
 from rlx.launch.children import Child, Children
 from rlx.launch.stall import StallDoctor
@@ -33,12 +32,13 @@ from rlx.launch.starters import Starter
 from rlx.launch.verdict import Process, Verdict, View, decide, find_hung, is_fine
 from rlx.metrics import read_metrics
 from rlx.paths import RunPaths, listed
-from rlx.plan.record import read_plan
+from rlx.plan.process_spec import read_plan
+from rlx.polling import LEFT
 from rlx.process import disk_is_full
-from rlx.runs.outside import is_inside
-from rlx.runs.provenance import begun_on
+from rlx.process_tree import TOKEN, start_time
+from rlx.runs.host_commands import is_inside
+from rlx.runs.provenance import begun_on, note_changes
 from rlx.runs.status import Cause, Restart, Status, describe_returncode, last_lines, read_status
-from rlx.waiting import LEFT
 from rlx.weights import tmpfs
 
 TICK = 0.5  # seconds between two looks at heartbeats and metrics
@@ -95,7 +95,8 @@ class Supervisor:
         self.notice |= signal.SIGUSR2 in received
         for signum in received:
             self._say(f"received {signal.Signals(signum).name}")
-        self.children.start_reaper(self.paths.root, self.cfg.launcher.last_lines, self.lock_fd)
+        self._say(*(f"changed since the run was recorded: {line}" for line in note_changes(self.paths, self.cfg)))
+        self.children.start_reaper(self.paths.root, self.cfg.launcher.log_tail_lines, self.lock_fd)
         try:
             self._read_step()
             self.status.state = "starting"  # earlier attempts wrote the existing metric records
@@ -305,9 +306,9 @@ class Supervisor:
         for record, offset in read_metrics(self.paths.metrics, self.metrics_offset):
             self.metrics_offset = offset
             self.status.state = "running"
-            if record["source"] == self.cfg.counted == "trainer":
+            if record["source"] == self.cfg.progress_source == "trainer":
                 self.status.step = max(self.status.step, record["step"] + 1)
-            elif record["source"] == self.cfg.counted:
+            elif record["source"] == self.cfg.progress_source:
                 self.counted.add(record["step"])  # each record is one
                 self.status.step = len(self.counted)
 
@@ -334,7 +335,7 @@ class Supervisor:
         relative, code, reason = str(log.relative_to(self.paths.root)), verdict.returncode, verdict.reason
         if verdict.blamed == "launcher":
             return Cause(role="launcher", replica=0, returncode=None, reason=reason, log=relative)
-        spec, lines = self.specs[verdict.blamed], last_lines(log, self.cfg.launcher.last_lines)
+        spec, lines = self.specs[verdict.blamed], last_lines(log, self.cfg.launcher.log_tail_lines)
         if spec.role == "trainer" and isinstance(self.cfg, TrainingRoot) and ran_out(last_lines(log, LAST_WORDS)):
             reason += f"; {when_out_of_memory(self.cfg)}"
         if disk_is_full(self.paths.root):

@@ -30,18 +30,18 @@ from rlx.paths import RunPaths
 from rlx.plan.environment import DEVICES
 from rlx.plan.explain import table
 from rlx.plan.place import require_one_host
-from rlx.plan.record import ProcessSpec
+from rlx.plan.process_spec import ProcessSpec
 from rlx.process import SUPERVISOR, die_with_parent
-from rlx.runs.claim import ask_slurm, create, looks_like_run, writing
 from rlx.runs.config_diff import differences
 from rlx.runs.history import final_reward
 from rlx.runs.jobs import is_alive, job_of
 from rlx.runs.rewind import has_begun, rewind
 from rlx.runs.run import Run, has_done
+from rlx.runs.run_dir import ask_slurm, create, looks_like_run, writing
 from rlx.runs.status import FINAL, Status, new_attempt, read_status
 
 SWEEP = ".sweep.lock"  # the lock of a sweep, in its directory, in which each run has a directory of its own
-POLL = 0.2  # seconds between two checks of the pool
+POLL_SECONDS = 0.2  # seconds between two checks of the pool
 
 
 @dataclass
@@ -192,7 +192,7 @@ def run_pool(elements: Sequence[Element], parallel: int, visible: Sequence[str],
                 element, slot = running.pop(child)
                 slots.append(slot)
                 say("  ".join(row_of(element)))
-            time.sleep(POLL)
+            time.sleep(POLL_SECONDS)
     except KeyboardInterrupt:
         for child in running:
             child.send_signal(signal.SIGTERM)

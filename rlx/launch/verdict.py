@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rlx.heartbeat import SERVING
+from rlx.polling import LEFT
 from rlx.runs.status import describe_returncode
-from rlx.waiting import LEFT
 
 SIGTERM_SPREADS = 3.0  # seconds that a signal to a whole SLURM job needs to reach all its processes
 SETTLE = 1.0  # seconds to wait for the death of a service after a process that uses it has failed

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from rlx.config.declared import declares
+from rlx.config.loss_traits import declares
 from rlx.losses.tokens import MAX_LOG_RATIO, TokenBatch, TokenLoss, safe_exp
 
 

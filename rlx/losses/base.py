@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from rlx.config.declared import declared_in
+from rlx.config.loss_traits import declared_in
 from rlx.config.schema import LossTerms
 from rlx.losses.diagnostics import Stats, diagnostics
 from rlx.losses.terms import KlController, correction, dual_clip_holds, dual_clipped, kl_estimate
@@ -36,7 +36,7 @@ def streams_of(kind: str, terms: LossTerms) -> frozenset[str]:
     return frozenset(names)
 
 
-def _both(sampled: Tensor | None, weights: Tensor | None) -> Tensor | None:
+def _and(sampled: Tensor | None, weights: Tensor | None) -> Tensor | None:
     """bool [N] where a token was sampled and has a weight; None: everywhere."""
     if weights is None:
         return sampled
@@ -90,7 +90,7 @@ class Objective:
         if "teacher_logprobs" not in self.streams:
             tokens = replace(tokens, teacher_logp=None)
         main_weights = tokens.ref_kl_weights if self.kind == "ref_kl" else tokens.policy_weights
-        main, count = tokens.pick(_both(tokens.sampled, main_weights)), counts.of(self.kind)
+        main, count = tokens.pick(_and(tokens.sampled, main_weights)), counts.of(self.kind)
         main.check(count.tokens, count.sequences)
         result = self._policy_loss(main)
         weights = main.ref_kl_weights if self.kind == "ref_kl" else main.policy_weights
@@ -134,7 +134,7 @@ class Objective:
         """β · KL over the sampled tokens with a weight for it."""
         if tokens.ref_logp is None:
             raise ValueError(f"loss.kl.beta is {self.controller.beta}, but there is no reference model to compare with")
-        compared = tokens.pick(_both(tokens.sampled, tokens.ref_kl_weights))
+        compared = tokens.pick(_and(tokens.sampled, tokens.ref_kl_weights))
         assert compared.ref_logp is not None
         kl = self.controller.beta * kl_estimate(self.terms.kl.estimator, compared.logp, compared.ref_logp)
         if compared.ref_kl_weights is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlx.config.declared import declares
+from rlx.config.loss_traits import declares
 from rlx.losses.tokens import TokenBatch, TokenLoss
 
 

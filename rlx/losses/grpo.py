@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rlx.config.declared import declares
+from rlx.config.loss_traits import declares
 from rlx.losses.tokens import TokenBatch, TokenLoss, ratio_weight
 
 

@@ -11,13 +11,13 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rlx.config.declared import ATTRIBUTE, Declared
+from rlx.config.loss_traits import ATTRIBUTE, Declared
 from rlx.config.schema import LossTerms
 
 MEASURED = "mismatch/seq_abs_logp_diff_mean"
 
 
-def too_tight(function: Callable[..., Any], terms: LossTerms, metrics: Mapping[str, float]) -> str | None:
+def ratio_bounds_below_mismatch(function: Callable[..., Any], terms: LossTerms, metrics: Mapping[str, float]) -> str | None:
     """A warning for the user if the sequence bounds are tighter than the mismatch in `metrics`; otherwise None.
 
     `metrics` must come from an optimizer step on the same version that sampled the tokens, so that the mismatch is rounding alone.

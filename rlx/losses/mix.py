@@ -3,7 +3,7 @@
     micro-batch ─► tokens of objective 0 ─► Objective.loss ─┐
                 └► tokens of objective 1 ─► Objective.loss ─┴► sum, divided by the counts of the whole batch
 
-Objectives of one kind (`rlx.config.declared`) share their counts: two environments with the same objective are trained like one with
+Objectives of one kind (`rlx.config.loss_traits`) share their counts: two environments with the same objective are trained like one with
 both their prompts. Different kinds have counts of their own, so a distillation does not shrink because another environment's answers are
 long. A step with one objective is that objective, bit for bit.
 """
@@ -18,9 +18,9 @@ from torch import Tensor
 
 from rlx.losses.base import Objective
 from rlx.losses.diagnostics import Stats
-from rlx.losses.mismatch import too_tight
+from rlx.losses.mismatch import ratio_bounds_below_mismatch
 from rlx.losses.tokens import TokenBatch
-from rlx.types import LossCounts, LossOf
+from rlx.types import LossCounts, SampleLosses
 
 
 class LossMix:
@@ -50,11 +50,11 @@ class LossMix:
         """Whether the weight of the KL term changes during training."""
         return self.objectives[0].terms.kl.target_kl is not None
 
-    def loss_of(self, env: str) -> LossOf:
+    def loss_of(self, env: str) -> SampleLosses:
         """Which losses the samples of an environment have, for packing."""
         number = self.by_env.get(env, 0)
         objective = self.objectives[number]
-        return LossOf(
+        return SampleLosses(
             number=number,
             kind=objective.kind,
             has_kl=objective.controller.beta != 0,
@@ -85,7 +85,7 @@ class LossMix:
 
     def warning(self, metrics: Mapping[str, float]) -> str | None:
         """A warning for the user if an objective's bounds on sequences are tighter than the measured mismatch."""
-        found = (too_tight(objective.function, objective.terms, metrics) for objective in self.objectives)
+        found = (ratio_bounds_below_mismatch(objective.function, objective.terms, metrics) for objective in self.objectives)
         return next((text for text in found if text is not None), None)
 
     def after_update(self, metrics: dict[str, float], *, changed: bool = True) -> None:

@@ -1,8 +1,8 @@
 """The attention function of Hugging Face models during training: exact segment boundaries without a dense mask.
 
 It is registered in transformers' `AttentionInterface` as `rlx`. Models call it with queries, keys and values of the whole packed row, or of
-this rank's span of it if several ranks compute a row together. The `Layout`, and this rank's `Row` if there is one, come with each call as
-keyword arguments.
+this rank's span of it if several ranks compute a row together. The `Layout`, and this rank's `SequenceParallelGroup` if there is one,
+come with each call as keyword arguments.
 
 Scores with a softcap (Gemma 2) or sinks (GPT-OSS), which no kernel of torch computes, are written out in parts:
 
@@ -28,13 +28,13 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from rlx.models.blocks import Bucket
 from rlx.models.flash import attend_long, flash
 from rlx.models.layout import Layout
-from rlx.parallel.row import Row
+from rlx.parallel.row import SequenceParallelGroup
 
 NAME = "rlx"
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class AttentionCall:
     """One call of the attention. Windows count visible tokens; None: all."""
 
     module: torch.nn.Module
@@ -42,11 +42,11 @@ class Call:
     masked: int | None  # of the mask that transformers would have built for the layer
 
 
-_calls: list[Call] | None = None  # None: nobody watches
+_calls: list[AttentionCall] | None = None  # None: nobody watches
 
 
 @contextmanager
-def watched() -> Iterator[list[Call]]:
+def watched() -> Iterator[list[AttentionCall]]:
     """Collects the calls of the attention, in their order.
 
     Some families have their window only in the mask, which this attention does not use. So transformers is asked for masks meanwhile, and
@@ -54,7 +54,7 @@ def watched() -> Iterator[list[Call]]:
     """
     global _calls
     AttentionMaskInterface.register(NAME, _window_for_mask)
-    calls: list[Call] = []
+    calls: list[AttentionCall] = []
     _calls = calls
     try:
         yield calls
@@ -82,7 +82,7 @@ def packed_attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     layout: Layout | None = None,
-    row: Row | None = None,
+    row: SequenceParallelGroup | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention inside each segment: query [1, H, K, d], key [1, H_kv, K, d], value [1, H_kv, K, d_v] → ([1, K, H, d_v], None).
@@ -99,7 +99,7 @@ def packed_attention(
         masked = None
         if attention_mask is not None and attention_mask.dtype == torch.int64:  # not a mask that the layer made of it
             masked, attention_mask = int(attention_mask.max()), None
-        _calls.append(Call(module, sliding_window, masked))
+        _calls.append(AttentionCall(module, sliding_window, masked))
     if attention_mask is not None:
         raise ValueError(f"{type(module).__name__} makes an attention mask of its own, and a packed row has none. Set model.attention=rows")
     assert dropout == 0.0, "the policy is trained without dropout"

@@ -54,7 +54,7 @@ def logit_softcap(config: Any) -> float | None:
     return None
 
 
-def kept_exact(hf: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def fp32_parameters(hf: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """The parameters and buffers of a model that computes in `dtype` and keeps these in float32, by name. None if `dtype` is float32."""
     patterns = [re.compile(part.replace("*", ".*")) for part in hf._get_dtype_plan(dtype)]
     for named in (hf.named_parameters(), hf.named_buffers()) if patterns else ():
@@ -65,7 +65,7 @@ def kept_exact(hf: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
 
 def keep_exact(hf: Any) -> None:
     """Give them float32 in a model of another dtype that has no values yet."""
-    for name, tensor in list(kept_exact(hf, hf.dtype)):
+    for name, tensor in list(fp32_parameters(hf, hf.dtype)):
         module, _, leaf = name.rpartition(".")
         if isinstance(tensor, torch.nn.Parameter):
             tensor.data = tensor.data.float()  # in place, so that tied ones stay tied

@@ -31,7 +31,7 @@ MIN_SHARE = 1 / 16  # of a sample that the beginning must be, because attention 
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class AdapterSpan:
     """Computed tokens `start` … `end` - 1, padding included, belong to the adapter in `slot`."""
 
     slot: int
@@ -40,7 +40,7 @@ class Stretch:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class VarlenChunk:
     """Computed tokens `start` … `end` - 1: one long sample, or short ones with their boundaries."""
 
     start: int
@@ -50,10 +50,10 @@ class Piece:
 
 
 @dataclass(slots=True)
-class Here:
+class AdapterRouting:
     """The stretches of the row that is computed at the moment. All layers of a model share one; so does a backward that recomputes."""
 
-    stretches: tuple[Stretch, ...] = ()  # empty: as without adapters
+    stretches: tuple[AdapterSpan, ...] = ()  # empty: as without adapters
 
 
 @dataclass(slots=True)
@@ -62,14 +62,14 @@ class Layout:
 
     token_ids: Tensor
     position_ids: Tensor
-    where: np.ndarray  # [T] index of each token of the micro-batch in the flattened computed tokens; -1: not computed
+    token_index: np.ndarray  # [T] index of each token of the micro-batch in the flattened computed tokens; -1: not computed
     kind: Kind
     buckets: tuple[Bucket, ...] = ()
     order: Tensor | None = None  # [K] index of each computed token's result in the concatenated, flattened outputs of the buckets
     cu_seqlens: Tensor | None = None  # [S+1] int32, `varlen` and `mixed` only
     max_length: int = 0  # longest segment, `varlen` and `mixed` only
-    pieces: tuple[Piece, ...] = ()  # of the computed tokens, in their order, if a sample of a `mixed` row is long
-    stretches: tuple[Stretch, ...] = ()  # of the flattened computed tokens, in their order; empty if the model has no slots
+    pieces: tuple[VarlenChunk, ...] = ()  # of the computed tokens, in their order, if a sample of a `mixed` row is long
+    stretches: tuple[AdapterSpan, ...] = ()  # of the flattened computed tokens, in their order; empty if the model has no slots
 
     @property
     def num_tokens(self) -> int:
@@ -133,7 +133,7 @@ def build_layout(
     layout = Layout(
         token_ids=to_tensor(token_ids[rows].astype(np.int64), device)[None],
         position_ids=to_tensor(positions, device)[None],
-        where=where,
+        token_index=where,
         kind=kind,
     )
     if slots is not None:  # adapters of slots count on all computed tokens
@@ -155,14 +155,14 @@ def _bounds(lengths: Sequence[int], device: torch.device | str) -> Tensor:
     return torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=device)
 
 
-def _pieces(lengths: Sequence[int], device: torch.device | str) -> Iterator[Piece]:
+def _pieces(lengths: Sequence[int], device: torch.device | str) -> Iterator[VarlenChunk]:
     """Every long sample is one, and so are the short ones between two of them."""
     end = 0
     for is_long, some in itertools.groupby(lengths, _is_long):
         group = list(some)
         for together in [[length] for length in group] if is_long else [group]:
             start, end = end, end + sum(together)
-            yield Piece(start, end) if is_long else Piece(start, end, _bounds(together, device), max(together))
+            yield VarlenChunk(start, end) if is_long else VarlenChunk(start, end, _bounds(together, device), max(together))
 
 
 def _is_long(computed: int) -> bool:
@@ -187,15 +187,15 @@ def _size(tree: _Tree) -> int:
     return tree.trunk + sum(max(length - tree.trunk, 0) for _, length in tree.samples)
 
 
-def _stretches(sizes: Sequence[tuple[int, int]]) -> tuple[Stretch, ...]:
+def _stretches(sizes: Sequence[tuple[int, int]]) -> tuple[AdapterSpan, ...]:
     """One stretch for each slot: `sizes` are (slot, computed tokens) of neighbours."""
-    found: list[Stretch] = []
+    found: list[AdapterSpan] = []
     end = 0
     for slot, size in sizes:
         if found and found[-1].slot == slot:
-            found[-1] = Stretch(slot, found[-1].start, end + size)
+            found[-1] = AdapterSpan(slot, found[-1].start, end + size)
         else:
-            found.append(Stretch(slot, end, end + size))
+            found.append(AdapterSpan(slot, end, end + size))
         end += size
     return tuple(found)
 
@@ -253,4 +253,4 @@ def _rows(
         where[start : start + length] = np.arange(i * longest, i * longest + length)
     positions = torch.arange(longest, device=device).expand(len(samples), longest)
     stretches = _stretches([(slot, longest) for slot in slots or ()])
-    return Layout(token_ids=to_tensor(rows, device), position_ids=positions, where=where, kind="rows", stretches=stretches)
+    return Layout(token_ids=to_tensor(rows, device), position_ids=positions, token_index=where, kind="rows", stretches=stretches)

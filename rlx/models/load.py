@@ -29,7 +29,7 @@ from rlx.models.lora import PARAMETERS, add_adapters, digest, draw_adapters
 from rlx.models.policy import PolicyModel, head_widths
 from rlx.models.read import different_from_first, empty_weights, read_weights, unties
 from rlx.models.shard import checkpoint_activations, compile_layers, free_gathered, shard
-from rlx.models.split import split_experts, split_layers
+from rlx.models.split import apply_expert_parallel, apply_tensor_parallel
 from rlx.parallel.mesh import Mesh
 from rlx.process import freed_memory_returned
 
@@ -77,10 +77,10 @@ def load_policy(
     `logprob_backend` or `liger` that cannot be used, for targets of `lora` that the model does not have, or for a model whose packed
     forward differs from its own (`check_packed_forward`).
     """
-    device, sharded = mesh.device, mesh.grouped
+    device, sharded = mesh.device, mesh.is_distributed
     master, compute = DTYPES[optimization_dtype], DTYPES[dtype]
     assert sharded or master == compute or lora is not None, (
-        "only FSDP casts parameters; a single process has it by `TrainingRoot.shards_alone`"
+        "only FSDP casts parameters; a single process has it by `TrainingRoot.fsdp_single_rank`"
     )
     whole = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
     config = whole.get_text_config()
@@ -111,9 +111,9 @@ def load_policy(
     if not trained:
         hf.requires_grad_(False)  # before it is sharded: FSDP takes parameters of several dtypes only where none is trained
     if mesh.tensor is not None and mesh.row is not None:
-        split_layers(hf, mesh.row, mesh.tensor)
-    if mesh.expert is not None and mesh.alone is not None:
-        split_experts(hf, mesh.expert, mesh.alone, dense=not trained)
+        apply_tensor_parallel(hf, mesh.row, mesh.tensor)
+    if mesh.expert is not None and mesh.self_mesh is not None:
+        apply_expert_parallel(hf, mesh.expert, mesh.self_mesh, dense=not trained)
     if ac is not None:
         checkpoint_activations(model, ac, offload=ac_offloading, random=lora is not None and (lora.dropout > 0 or slots is not None))
     if compile:
@@ -214,7 +214,7 @@ def check_packed_forward(model: PolicyModel, device: torch.device | str = "cpu")
     def log_probabilities() -> Tensor:
         layout = build_layout(ids.numpy(), torch.tensor(boundaries).numpy(), trainable.numpy(), kind, device)
         labels = torch.cat([ids[1:], ids[:1]])[trainable].to(device)
-        index = torch.from_numpy(layout.where)[trainable].to(device)
+        index = torch.from_numpy(layout.token_index)[trainable].to(device)
         logp: Tensor = model(layout, index, labels, torch.ones(len(labels), device=device))[0]
         return logp
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rlx.config.schema import LoraConfig
-from rlx.models.layout import Here
+from rlx.models.layout import AdapterRouting
 from rlx.parallel.mesh import Mesh
 
 ALL = "all-linear"
@@ -65,7 +65,9 @@ class Adapter(nn.Module):
 class AdaptedLinear(nn.Linear, Adapter):
     """A frozen linear layer that is its own adapter, or has several in `slots` (`rlx.models.slots`)."""
 
-    def __init__(self, base: nn.Linear, lora: LoraConfig, dtype: torch.dtype, count: int | None = None, here: Here | None = None) -> None:
+    def __init__(
+        self, base: nn.Linear, lora: LoraConfig, dtype: torch.dtype, count: int | None = None, here: AdapterRouting | None = None
+    ) -> None:
         """Takes over the parameters of `base`. `count` adapters in slots, of which `here` says which stretch has which; None: its own."""
         nn.Module.__init__(self)  # nn.Linear's own constructor would allocate another weight
         assert lora.rank, "the configuration has no adapters"
@@ -106,13 +108,13 @@ def draw(lora_a: Tensor, lora_b: Tensor, generator: torch.Generator) -> None:
     lora_b.zero_()
 
 
-def add_adapters(hf: Any, lora: LoraConfig, dtype: torch.dtype | None = None, slots: int | None = None) -> Here | None:
+def add_adapters(hf: Any, lora: LoraConfig, dtype: torch.dtype | None = None, slots: int | None = None) -> AdapterRouting | None:
     """Freeze a model and put adapters of `dtype` (None: the model's) beside its target layers, in place. `draw_adapters` must follow.
 
     `slots`: so many for each layer, and `rlx.models.slots.Slot.begin` for each run must follow, too. Returns what the layers share then.
     Raises ValueError for a target that names no linear layer, or one that cannot have an adapter.
     """
-    here = None if slots is None else Here()
+    here = None if slots is None else AdapterRouting()
     wanted = targets(hf, lora.target_modules)
     hf.requires_grad_(False)
     for name in wanted:

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from rlx.kernels.logprob import logprob
 from rlx.models.attention import NAME
 from rlx.models.families import backbone, logit_scale, logit_softcap
-from rlx.models.layout import Here, Kind, Layout
+from rlx.models.layout import AdapterRouting, Kind, Layout
 from rlx.models.lora import adapted
-from rlx.parallel.row import Row
+from rlx.parallel.row import SequenceParallelGroup
 
 ATTENTION_LAYERS = {"full_attention", "sliding_attention"}  # layer types that can respect segment boundaries
 
@@ -49,7 +49,7 @@ class PolicyModel(nn.Module):
         attention: str = "auto",
         logprob_backend: str = "auto",
         compute_dtype: torch.dtype | None = None,
-        row: Row | None = None,
+        row: SequenceParallelGroup | None = None,
     ) -> None:
         """`hf` is a transformers `…ForCausalLM`; `attention` is `auto`, `sdpa`, `varlen` or `rows` (see `rlx.models.layout`).
 
@@ -68,11 +68,11 @@ class PolicyModel(nn.Module):
         self.compute_dtype = compute_dtype or hf.dtype
         self.head = [hf.get_output_embeddings()]  # in a list, so that it is not registered twice
         self.sums_copies_late = False  # whether sums over the copies of its shards may wait for the last micro-batch of a step
-        self.scores_within_head = False  # whether the head is sharded by itself, so that only its own forward has its parameters
+        self.head_is_fsdp_unit = False  # whether the head is sharded by itself, so that only its own forward has its parameters
         self.base: dict[str, str] = {}  # of a model with adapters: `name`, `digest` and `dtype` of the frozen model
         self.context: int | None = None  # tokens of the longest sample, if it is known
         self.window: int | None = None  # the shortest that its layers have only in transformers' masks, so that packed samples ignore it
-        self.slots: Here | None = None  # where its layers find each token's adapter, if it has several (`rlx.models.slots`)
+        self.slots: AdapterRouting | None = None  # where its layers find each token's adapter, if it has several (`rlx.models.slots`)
         config = hf.config
         self.logit_scale, self.softcap = logit_scale(config), logit_softcap(config)
         self.row = row
@@ -141,7 +141,7 @@ class PolicyModel(nn.Module):
             )
 
         head = self.head[0]
-        scores = head(hidden, score) if self.scores_within_head else score(hidden, head)
+        scores = head(hidden, score) if self.head_is_fsdp_unit else score(hidden, head)
         if self.row is not None:
             logp, entropy = self.row.for_everyone(scores, own, count)
             return logp, entropy

@@ -53,7 +53,7 @@ def read_weights(hf: Any, source: str, mesh: Mesh, device: torch.device) -> None
     reader = dcp.HuggingFaceStorageReader(str(Path(files[0]).parent))
     reader.fs = _Chosen(files)
     found = {name: parameters[becomes] for name, becomes in stored.items()}
-    dcp.load(found, storage_reader=reader, no_dist=not mesh.grouped)
+    dcp.load(found, storage_reader=reader, no_dist=not mesh.is_distributed)
     made = {*stored.values()}
     for becomes, converter in fused.items():
         for name, value in converter.convert(becomes, model=hf, config=hf.config).items():
@@ -107,7 +107,7 @@ def different_from_first(value: str, mesh: Mesh) -> list[int]:
     """The ranks whose `value` differs from rank 0's. Every rank calls this, and all get the same."""
     if mesh.world_size == 1:
         return []
-    return mesh.where(value.encode() != mesh.broadcast_bytes(value.encode() if mesh.first else None))
+    return mesh.ranks_where(value.encode() != mesh.broadcast_bytes(value.encode() if mesh.first else None))
 
 
 class _Chosen(FileSystem):

@@ -19,7 +19,7 @@ from torch.fx.experimental import _config as symbols
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from rlx.config.schema import AcConfig
-from rlx.models.families import kept_exact
+from rlx.models.families import fp32_parameters
 from rlx.models.policy import PolicyModel
 from rlx.parallel.mesh import Mesh
 
@@ -120,11 +120,11 @@ def shard(
     own = [embedding, head] if head.weight is not embedding.weight else []
     if own:
         _score_within(head)
-        model.scores_within_head = True
+        model.head_is_fsdp_unit = True
     placed = _placement_of_divided(mesh.shards) if mesh.shards else None
-    exact = [tensor for _, tensor in kept_exact(model.hf, compute_dtype) if isinstance(tensor, torch.nn.Parameter)]
+    exact = [tensor for _, tensor in fp32_parameters(model.hf, compute_dtype) if isinstance(tensor, torch.nn.Parameter)]
     if exact:  # a unit has one dtype for each of its process groups
-        apart = _shards_of(mesh.again())
+        apart = _shards_of(mesh.duplicate_fsdp_mesh())
         placed = _placement_of_exact(exact, apart, placed)
         how["shard_placement_fn"] = placed
     for module in (*model.layers, *own):

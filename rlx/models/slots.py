@@ -1,10 +1,10 @@
-"""Several adapters beside one model: each run of a shared trainer has a *slot* (docs/many_runs.md).
+"""Several adapters beside one model: each run of a shared trainer has a *slot* (docs/lora.md).
 
     y[t] = W x[t] + s_k · B_k A_k x[t]      k: the slot of token t
 
-A packed row holds the samples of all runs, ordered by slot, so every slot has one stretch of the computed tokens (`Stretch`). The model is
-multiplied once for the whole row, each adapter for its stretch alone. `Slot` shows one adapter as a model with that adapter alone: its
-weights have the same names, so versions, checkpoints and optimizer states are those of a run with a trainer of its own.
+A packed row holds the samples of all runs, ordered by slot, so every slot has one stretch of the computed tokens (`AdapterSpan`). The
+model is multiplied once for the whole row, each adapter for its stretch alone. `Slot` shows one adapter as a model with that adapter
+alone: its weights have the same names, so versions, checkpoints and optimizer states are those of a run with a trainer of its own.
 """
 
 from __future__ import annotations

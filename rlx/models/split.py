@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from rlx.models.families import backbone
-from rlx.parallel.row import Row
+from rlx.parallel.row import SequenceParallelGroup
 
 OUTPUTS, INPUTS = "colwise", "rowwise"
 DIVIDED = {  # the dimension of each parameter that is divided; absent: it is whole
@@ -32,7 +32,7 @@ DIVIDED = {  # the dimension of each parameter that is divided; absent: it is wh
 }
 
 
-def split_layers(hf: Any, row: Row, mesh: DeviceMesh) -> None:
+def apply_tensor_parallel(hf: Any, row: SequenceParallelGroup, mesh: DeviceMesh) -> None:
     """Divide the matrices of a model on the meta device, in place, over the ranks of `mesh`, this rank's tensor group.
 
     Raises ValueError if the family has no such plan, or one that divides attention in another way, or if sizes are not divisible.
@@ -61,7 +61,7 @@ def split_layers(hf: Any, row: Row, mesh: DeviceMesh) -> None:
         block.forward = _with_span(block.forward, row)
 
 
-def _divide(layer: nn.Linear, style: str, row: Row, mesh: DeviceMesh) -> None:
+def _divide(layer: nn.Linear, style: str, row: SequenceParallelGroup, mesh: DeviceMesh) -> None:
     for name, parameter in list(layer.named_parameters(recurse=False)):
         dimension = DIVIDED[style].get(name)
         if dimension is not None:
@@ -72,7 +72,7 @@ def _divide(layer: nn.Linear, style: str, row: Row, mesh: DeviceMesh) -> None:
     layer.forward = _of_parts(layer, layer.forward, row, style)  # type: ignore[method-assign, assignment]
 
 
-def _with_span(forward: Callable[..., Any], row: Row) -> Callable[..., Any]:
+def _with_span(forward: Callable[..., Any], row: SequenceParallelGroup) -> Callable[..., Any]:
     """Gather the hidden states, a block's first argument, to the span of the tensor group."""
 
     def with_span(*args: Any, **keys: Any) -> Any:
@@ -83,7 +83,7 @@ def _with_span(forward: Callable[..., Any], row: Row) -> Callable[..., Any]:
     return with_span
 
 
-def _of_parts(layer: nn.Linear, forward: Callable[[Tensor], Tensor], row: Row, style: str) -> Callable[[Tensor], Tensor]:
+def _of_parts(layer: nn.Linear, forward: Callable[[Tensor], Tensor], row: SequenceParallelGroup, style: str) -> Callable[[Tensor], Tensor]:
     """Compute with this rank's parts. Those of inputs give partial sums to scatter; the bias is added to the sum.
 
     A model's own forward (`row.whole`) has whole matrices, gathered one at a time. So a block that may not be divided, because it computes
@@ -115,7 +115,7 @@ EXCHANGE = "all_to_all"
 EXPERTS = "ep_dispatch_experts"  # the style of a module of experts in transformers' plans
 
 
-def split_experts(hf: Any, mesh: DeviceMesh, alone: DeviceMesh, *, dense: bool = False) -> None:
+def apply_expert_parallel(hf: Any, mesh: DeviceMesh, alone: DeviceMesh, *, dense: bool = False) -> None:
     """Divide the experts of a model on the meta device, in place, over the ranks of `mesh`, this rank's expert group.
 
     `alone` is a mesh of this rank only: no other rank has the same tokens. `dense`: a model without a plan for experts stays as it is.

@@ -36,11 +36,11 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from rlx.config.schema import PlayRoot, TrainingRoot
-from rlx.parallel.rendezvous import INTERFACES, Place, meet
-from rlx.parallel.row import ALONE, Axis, Row
+from rlx.parallel.rendezvous import INTERFACES, Place, create_store
+from rlx.parallel.row import ALONE, Axis, SequenceParallelGroup
 from rlx.paths import RunPaths
+from rlx.polling import Preempted
 from rlx.process import host_name
-from rlx.waiting import Preempted
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -49,7 +49,7 @@ T = TypeVar("T")
 PIECE = 1 << 30  # bytes per broadcast
 WAITS = -1  # instead of a number of bytes: rank 0 still waits for them
 MARGIN = 600.0  # seconds by which collectives outlast rank 0's waits, so that rank 0's own wait times out first
-PATIENCE = 5.0  # seconds before a rank reports that it lost another, so that the supervisor sees and blames the failed rank first
+RANK_LOST_SECONDS = 5.0  # seconds before a rank reports that it lost another, so that the supervisor sees and blames the failed rank first
 
 
 class RankLost(RuntimeError):
@@ -71,13 +71,13 @@ class Mesh:
     num_data_ranks: int = 1
     loss_group: dist.ProcessGroup | None = None  # None: no other rank to reduce with
     fsdp: DeviceMesh | None = None  # None: parameters are whole, and there is no process group
-    row: Row | None = None  # None: this rank computes whole rows
+    row: SequenceParallelGroup | None = None  # None: this rank computes whole rows
     tensor: DeviceMesh | None = None  # None: matrices are not divided
     expert: DeviceMesh | None = None  # None: experts are not divided
-    alone: DeviceMesh | None = None  # this rank, with `expert` only
+    self_mesh: DeviceMesh | None = None  # this rank, with `expert` only
     shards: Mapping[str, DeviceMesh] = field(default_factory=dict)  # for `tensor` and `expert`, where parameters are divided
     alive: Callable[[], AbstractContextManager[None]] = nullcontext  # sends heartbeats while this process waits for rank 0
-    limit: float = math.inf  # seconds after which a collective fails
+    timeout: float = math.inf  # seconds after which a collective fails
 
     @property
     def first(self) -> bool:
@@ -85,12 +85,12 @@ class Mesh:
         return self.rank == 0
 
     @property
-    def leads(self) -> bool:
+    def is_group_leader(self) -> bool:
         """Whether this rank speaks for all that see the same samples: the first of its row."""
         return self.row is None or self.row.everyone.rank == 0
 
     @property
-    def grouped(self) -> bool:
+    def is_distributed(self) -> bool:
         """Whether there is a process group: of several processes, or of one that shards over itself."""
         return self.fsdp is not None
 
@@ -99,12 +99,12 @@ class Mesh:
         """Whether several groups of ranks each have a copy of the shards, so that gradients are also summed over the copies."""
         return self.fsdp is not None and self.fsdp.ndim > 1
 
-    def again(self) -> DeviceMesh:
+    def duplicate_fsdp_mesh(self) -> DeviceMesh:
         """Another mesh like `fsdp`, of the same ranks, whose process groups are its own. Every rank calls this."""
         from torch.distributed.device_mesh import DeviceMesh
 
         assert self.fsdp is not None
-        ranks, limit = self.fsdp.mesh, timedelta(seconds=self.limit) if math.isfinite(self.limit) else None
+        ranks, limit = self.fsdp.mesh, timedelta(seconds=self.timeout) if math.isfinite(self.timeout) else None
         lists = [ranks.movedim(axis, -1).reshape(-1, ranks.shape[axis]).tolist() for axis in range(ranks.ndim)]
         groups = [dist.new_subgroups_by_enumeration(each, timeout=limit)[0] for each in lists]
         return DeviceMesh.from_group(groups, self.device.type, mesh=ranks, mesh_dim_names=self.fsdp.mesh_dim_names)
@@ -122,7 +122,7 @@ class Mesh:
             dist.all_reduce(flags, op=dist.ReduceOp.MAX)
         return bool(flags)
 
-    def agreed(self, action: Callable[[], T]) -> T:
+    def run_on_all_or_raise(self, action: Callable[[], T]) -> T:
         """The result of `action`, which has no collectives. Returns when every rank has called this.
 
         If it raises on some rank, every rank raises: that one its own error, the others RankLost. So all of them make the same next call.
@@ -136,11 +136,11 @@ class Mesh:
             raise error or _failed_elsewhere()
         return cast("T", result)
 
-    def where(self, flag: bool) -> list[int]:
+    def ranks_where(self, flag: bool) -> list[int]:
         """The ranks on which the flag is set. Returns when every rank has called this."""
-        return [rank for rank, flag in enumerate(self.each(float(flag))) if flag]
+        return [rank for rank, flag in enumerate(self.all_gather_float(float(flag))) if flag]
 
-    def each(self, value: float) -> list[float]:
+    def all_gather_float(self, value: float) -> list[float]:
         """Every rank's value, by rank. Returns when every rank has called this."""
         values = torch.zeros(self.world_size, dtype=torch.float64)
         values[self.rank] = value
@@ -149,10 +149,10 @@ class Mesh:
                 dist.all_reduce(values)
         return values.tolist()
 
-    def hosts(self) -> list[list[int]]:
+    def ranks_by_host(self) -> list[list[int]]:
         """The ranks of each host, lowest first. Returns when every rank has called this."""
         found: dict[float, list[int]] = {}
-        for rank, host in enumerate(self.each(float(zlib.crc32(host_name().encode())))):
+        for rank, host in enumerate(self.all_gather_float(float(zlib.crc32(host_name().encode())))):
             found.setdefault(host, []).append(rank)
         return list(found.values())
 
@@ -189,7 +189,7 @@ class Mesh:
         def waits() -> None:
             nonlocal told
             tick()
-            if self.world_size > 1 and time.monotonic() - told > self.limit / 4:
+            if self.world_size > 1 and time.monotonic() - told > self.timeout / 4:
                 told = time.monotonic()
                 with self._together():
                     dist.broadcast(torch.tensor(WAITS), src=0)
@@ -243,7 +243,7 @@ class Mesh:
 
         Whoever has it calls `end_background` with it at the end.
         """
-        return dist.new_group(backend="gloo") if self.grouped else None
+        return dist.new_group(backend="gloo") if self.is_distributed else None
 
     def end_background(self, group: dist.ProcessGroup | None) -> None:
         """Give back the connections and threads of a `background_group` in which no collective is under way. Every rank calls this."""
@@ -252,7 +252,7 @@ class Mesh:
 
     def close(self) -> None:
         """Leave the process group."""
-        if self.grouped:
+        if self.is_distributed:
             dist.destroy_process_group()
 
     @contextlib.contextmanager
@@ -261,7 +261,7 @@ class Mesh:
             try:
                 yield
             except RuntimeError as error:
-                time.sleep(PATIENCE)
+                time.sleep(RANK_LOST_SECONDS)
                 raise RankLost(f"rank {self.rank} of {self.world_size} lost another rank, whose own log says why") from error
 
 
@@ -283,14 +283,14 @@ def build_mesh(
     device = torch.device("cuda", place.local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    if place.world_size == 1 and not cfg.shards_alone:
+    if place.world_size == 1 and not cfg.fsdp_single_rank:
         torch.manual_seed(cfg.seed)
         return one_process(device)
     one_host = cfg.hardware.nodes == 1
     if one_host and not (isinstance(cfg, PlayRoot) and cfg.inference.base_url):  # NCCL may have to send weights to servers elsewhere
         os.environ.update(INTERFACES)
     several = place.world_size > 1
-    store = meet(paths, place.rank, place.world_size, timeout=timeout, tick=tick, one_host=one_host) if several else None
+    store = create_store(paths, place.rank, place.world_size, timeout=timeout, tick=tick, one_host=one_host) if several else None
     limit = max(cfg.trainer.batch_timeout, timeout) + MARGIN
     divided = {"copies": cfg.trainer.dp_replicate, "context": cfg.trainer.cp, "tensor": cfg.trainer.tp, "expert": cfg.trainer.ep}
     mesh = join(device, rank=place.rank, world_size=place.world_size, timeout=limit, store=store, alive=alive, **divided)
@@ -337,7 +337,7 @@ def join(
     if store is not None:  # NCCL's communicators form at the first collective, through this store: others may still be reading the model
         store.set_timeout(timedelta(seconds=timeout))
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout))
-    mesh = Mesh(device=device, rank=rank, world_size=world_size, alive=alive, limit=timeout)
+    mesh = Mesh(device=device, rank=rank, world_size=world_size, alive=alive, timeout=timeout)
     return divide(mesh, timeout=timeout, copies=copies, context=context, tensor=tensor, expert=expert)
 
 
@@ -357,7 +357,7 @@ def divide(mesh: Mesh, *, timeout: float, copies: int = 1, context: int = 1, ten
         grid = dist.init_device_mesh(kind, (world_size // together, context, tensor), mesh_dim_names=("data", "context", "tensor"))
         meshes += [rows, grid]
         loss_group = rows.get_group("data") if world_size > together else None
-        row = Row(
+        row = SequenceParallelGroup(
             _axis(rows, "row"),
             context=_axis(grid, "context") if context > 1 else ALONE,
             tensor=_axis(grid, "tensor") if tensor > 1 else ALONE,
@@ -386,7 +386,7 @@ def divide(mesh: Mesh, *, timeout: float, copies: int = 1, context: int = 1, ten
         row=row,
         tensor=own.get("tensor"),
         expert=own.get("expert"),
-        alone=alone,
+        self_mesh=alone,
         shards=shards,
     )
 
@@ -396,5 +396,5 @@ def _axis(mesh: DeviceMesh, name: str) -> Axis:
 
 
 def _failed_elsewhere() -> RankLost:
-    time.sleep(PATIENCE)
+    time.sleep(RANK_LOST_SECONDS)
     return RankLost("another rank failed; its log says why")

@@ -15,8 +15,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from rlx.paths import RunPaths, listed, write_text
+from rlx.polling import wait_for
 from rlx.process import host_name
-from rlx.waiting import wait_for
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -47,7 +47,7 @@ class Place:
         return f"trainer_{self.rank}" if self.rank else "trainer"
 
 
-def meet(
+def create_store(
     paths: RunPaths, rank: int, world_size: int, timeout: float, tick: Callable[[], None] | None = None, one_host: bool = False
 ) -> dist.Store:
     """The store of this attempt's ranks. Rank 0 serves it; the others wait at most `timeout` seconds for its address.

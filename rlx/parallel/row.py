@@ -42,7 +42,7 @@ ALONE = Axis(None, 0, 1)
 
 
 @dataclass(slots=True)
-class Row:
+class SequenceParallelGroup:
     """A rank's place among those that compute each row. Shapes: K tokens of a row; n of a piece, t·n of a span, c·t·n of the padded row."""
 
     everyone: Axis  # all c·t ranks

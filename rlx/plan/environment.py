@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 
 from rlx.config.schema import CommandConfig
-from rlx.plan.record import ProcessSpec
+from rlx.plan.process_spec import ProcessSpec
 
 DEVICES = "CUDA_VISIBLE_DEVICES"
 OF_A_GROUP = (

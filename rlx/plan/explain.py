@@ -10,8 +10,8 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 
 from rlx.config.errors import ConfigError
-from rlx.config.evaluated import evaluated, is_due
-from rlx.config.rows import why
+from rlx.config.eval_envs import evaluated, is_due
+from rlx.config.row_budget import why
 from rlx.config.schema import CommandConfig, Config, PlayRoot, SftRoot, TrainingRoot
 from rlx.config.schema_eval import EvalRoot
 from rlx.config.schema_synthesize import SynthesizeRoot
@@ -19,7 +19,7 @@ from rlx.inference.arguments import command, environment
 from rlx.inference.middleware import SECRET
 from rlx.plan.environment import DEVICES
 from rlx.plan.memory import memory_lines
-from rlx.plan.record import ProcessSpec
+from rlx.plan.process_spec import ProcessSpec
 
 Row = tuple[str, str]
 
@@ -50,8 +50,8 @@ def explain(
     }
     if isinstance(cfg, EvalRoot | SynthesizeRoot):
         sections["what is played"] = table(["", ""], _played(cfg))[1:]
-    elif isinstance(cfg, Config | SftRoot) and cfg.measured != "inference":
-        rows = _runs(cfg) if cfg.hosts else _batch_of_rows(cfg) if isinstance(cfg, SftRoot) else _batch(cfg)
+    elif isinstance(cfg, Config | SftRoot) and cfg.bench_target != "inference":
+        rows = _runs(cfg) if cfg.is_shared_trainer else _batch_of_rows(cfg) if isinstance(cfg, SftRoot) else _batch(cfg)
         sections["one step"] = table(["", ""], rows)[1:]
     sections["memory (estimates)"] = memory_lines(cfg, plan)
     return "\n\n".join(f"{title}\n" + "\n".join(f"  {line}" for line in lines) for title, lines in sections.items() if lines)
@@ -86,7 +86,7 @@ def _layout(cfg: CommandConfig, spec: ProcessSpec) -> str:
         return f"vLLM, {cfg.model.dtype}, context {cfg.max_model_len:,}, tensor parallel {cfg.hardware.tensor_parallel}"
     if spec.role == "prepare" or not isinstance(cfg, PlayRoot):
         return "-"
-    more = "" if not cfg.follows_engines else " at first, then as many as the engines can use"
+    more = "" if not cfg.adaptive_concurrency else " at first, then as many as the engines can use"
     return f"{cfg.concurrency} rollouts in flight{more}"
 
 
@@ -118,13 +118,13 @@ def _batch(cfg: Config) -> list[Row]:
         f"at most {lag} policy version{'s' * (lag > 1)} old; older groups are dropped, counted and replaced" if lag else "none: on-policy"
     )
     passes = f", {cfg.trainer.num_iterations} times over" if cfg.trainer.num_iterations > 1 else ""
-    elsewhere = f"rows of the shared trainer {cfg.trainer.shared}, together with those of its other runs"
+    elsewhere = f"rows of the shared trainer {cfg.trainer.shared_trainer_dir}, together with those of its other runs"
     return [
         ("prompts", f"{cfg.num_groups:,}{_more_prompts(cfg)}"),
         ("rollouts", f"{rollouts:,} = {cfg.num_groups:,} prompts × {cfg.mean_group_size:.4g}; {rollouts * cfg.max_steps:,} in the run"),
         ("new tokens", f"at most {rollouts * longest:,} = {rollouts:,} × max_tokens {longest:,} (per turn)"),
         ("tokens trained on", f"at most {trained:,} = {rollouts:,} × seq_len {cfg.seq_len:,}, prompts included"),
-        *([("micro-batches", elsewhere)] if cfg.trained_elsewhere else _rows(cfg, trained / mini)),
+        *([("micro-batches", elsewhere)] if cfg.uses_shared_trainer else _rows(cfg, trained / mini)),
         (
             "optimizer steps",
             f"{cfg.num_updates} per step{passes}; {cfg.max_steps * cfg.num_updates:,} in the run of {cfg.max_steps:,} steps",
@@ -137,7 +137,7 @@ def _batch(cfg: Config) -> list[Row]:
 def _batch_of_rows(cfg: SftRoot) -> list[Row]:
     """The arithmetic of a supervised step."""
     rows, data = cfg.data.batch_size, cfg.data
-    trained, long = rows * cfg.seq_len, "left out" if data.overflow == "drop" else "cut"
+    trained, long = rows * cfg.seq_len, "left out" if data.on_too_long == "drop" else "cut"
     return [
         *(("data", f"{name} (weight {each.weight:g}): {each.name}, {each.split}") for name, each in data.all_sets.items()),
         ("rows", f"{rows:,}, {rows * cfg.max_steps:,} in the run of {cfg.max_steps:,} steps"),

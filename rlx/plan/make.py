@@ -15,12 +15,12 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from rlx.config.ranks import Place
 from rlx.config.schema import CommandConfig, Config, PlayRoot, SftRoot, TrainingRoot
 from rlx.config.schema_eval import EvalRoot, PlayWithModel
 from rlx.config.schema_synthesize import SynthesizeRoot
+from rlx.config.trainer_ranks import Place
 from rlx.plan.place import place, place_servers
-from rlx.plan.record import ProcessSpec
+from rlx.plan.process_spec import ProcessSpec
 
 Start = Callable[..., ProcessSpec]  # `_process` with what the processes of a run have in common
 SHARING = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
@@ -55,7 +55,7 @@ def _processes(cfg: CommandConfig, start: Start) -> Iterator[ProcessSpec]:
 
 def _playing(cfg: PlayRoot, start: Start, role: str) -> Iterator[ProcessSpec]:
     """The processes that play with a model. `role`: the one that plays; it runs on the first host."""
-    places = place_servers(cfg, cfg.num_servers)
+    places = place_servers(cfg, cfg.started_servers)
     if cfg.model.prepared and (not isinstance(cfg, PlayWithModel) or cfg.weights_dir is None):
         yield start("prepare", *((places[0][0], places[0][1][:1]) if places else (0, ())))
     yield from _servers(start, cfg, places)
@@ -64,11 +64,11 @@ def _playing(cfg: PlayRoot, start: Start, role: str) -> Iterator[ProcessSpec]:
 
 def _training(cfg: TrainingRoot, start: Start) -> Iterator[ProcessSpec]:
     """The processes of a command that trains."""
-    if isinstance(cfg, Config) and cfg.trainer.shared is not None:  # the shared trainer makes the initial model and trains
-        yield from _servers(start, cfg, place_servers(cfg, cfg.num_servers))
+    if isinstance(cfg, Config) and cfg.trainer.shared_trainer_dir is not None:  # the shared trainer makes the initial model and trains
+        yield from _servers(start, cfg, place_servers(cfg, cfg.started_servers))
         yield start("orchestrator")
         return
-    if isinstance(cfg, Config) and cfg.measured == "inference":
+    if isinstance(cfg, Config) and cfg.bench_target == "inference":
         yield from _playing(cfg, start, "load_generator")
         return
     inference, trainers = place(cfg)
@@ -76,13 +76,13 @@ def _training(cfg: TrainingRoot, start: Start) -> Iterator[ProcessSpec]:
     if cfg.model.prepared and not replays:
         # It finishes before any other process computes, so it may use a GPU that others use later.
         yield start("prepare", trainers[0][0], trainers[0][1][:1])
-    if isinstance(cfg, PlayRoot) and cfg.plays:  # the rollouts of a replay are already on disk
+    if isinstance(cfg, PlayRoot) and cfg.generates_rollouts:  # the rollouts of a replay are already on disk
         yield from _servers(start, cfg, inference)
-    if isinstance(cfg, SftRoot) and cfg.plays:
+    if isinstance(cfg, SftRoot) and cfg.generates_rollouts:
         yield start("evaluator", trainers[0][0])
-    if isinstance(cfg, Config) and cfg.plays:
+    if isinstance(cfg, Config) and cfg.generates_rollouts:
         yield start("orchestrator", trainers[0][0])  # on the host of the trainer, which reads its batches
-    module = "shared_trainer" if isinstance(cfg, Config) and cfg.hosts else None
+    module = "shared_trainer" if isinstance(cfg, Config) and cfg.is_shared_trainer else None
     if cfg.trainer_ranks == 1:
         yield start("trainer", *trainers[0], module=module)
         return

@@ -15,21 +15,21 @@ from rlx.config.memory import (
     trainer_memory,
     versions_in_memory,
 )
-from rlx.config.savings import remedies
+from rlx.config.oom_hints import remedies
 from rlx.config.schema import CommandConfig, PlayRoot, TrainingRoot
-from rlx.plan.record import ProcessSpec
+from rlx.plan.process_spec import ProcessSpec
 
 
 def memory_lines(cfg: CommandConfig, plan: Sequence[ProcessSpec]) -> list[str]:
     """The memory of each process of a plan, and whether it fits."""
     lines = []
-    if isinstance(cfg, TrainingRoot) and cfg.trained_elsewhere:
-        lines.append(f"trainer: elsewhere ({cfg.trainer.shared}); a dry run of its own command shows its memory")
-    elif isinstance(cfg, TrainingRoot) and cfg.own_ranks:
+    if isinstance(cfg, TrainingRoot) and cfg.uses_shared_trainer:
+        lines.append(f"trainer: elsewhere ({cfg.trainer.shared_trainer_dir}); a dry run of its own command shows its memory")
+    elif isinstance(cfg, TrainingRoot) and cfg.started_trainer_ranks:
         lines += _of_trainer(cfg, trainer_memory(cfg))
     if isinstance(cfg, PlayRoot) and any(spec.role == "inference" for spec in plan):
         lines += _of_servers(cfg)
-    elif isinstance(cfg, PlayRoot) and cfg.inference.base_url and cfg.plays:
+    elif isinstance(cfg, PlayRoot) and cfg.inference.base_url and cfg.generates_rollouts:
         lines.append(f"inference: elsewhere ({', '.join(cfg.inference.base_url)})")
     return [*lines, *fit_lines(cfg)]
 
@@ -39,11 +39,11 @@ def fit_lines(cfg: CommandConfig, only_wrong: bool = False) -> list[str]:
 
     `only_wrong`: leave out what fits.
     """
-    servers = cfg if isinstance(cfg, PlayRoot) and cfg.num_servers else None
+    servers = cfg if isinstance(cfg, PlayRoot) and cfg.started_servers else None
     share = servers.inference.gpu_memory_utilization if servers is not None else 0.0
     needs: list[tuple[str, float, float, list[str]]] = []  # who, bytes that it needs, its share of a GPU, what helps
-    if isinstance(cfg, TrainingRoot) and cfg.own_ranks:
-        needs.append(("the trainer", trainer_memory(cfg).device, 1 - share if cfg.hardware.shared else 1.0, remedies(cfg)))
+    if isinstance(cfg, TrainingRoot) and cfg.started_trainer_ranks:
+        needs.append(("the trainer", trainer_memory(cfg).device, 1 - share if cfg.hardware.colocate else 1.0, remedies(cfg)))
     if servers is not None:
         engine = engine_memory(servers)
         fix = "a larger hardware.tensor_parallel or inference.gpu_memory_utilization, a smaller inference.max_model_len, or another model"
@@ -89,8 +89,8 @@ def _of_trainer(cfg: TrainingRoot, memory: TrainerMemory) -> list[str]:
     """The parts of the trainer's memory, one line each, with the arithmetic."""
     ranks, row = cfg.trainer_ranks // cfg.trainer.dp_replicate, cfg.micro_batch_tokens
     numbers = f"{cfg.model.num_parameters / 1e9:.3g}e9 parameters" + (f" / {ranks} ranks" if ranks > 1 else "")
-    if cfg.lora.on:
-        runs = f", one for each of {cfg.trainer.max_concurrent_runs} runs" if cfg.hosts else ""
+    if cfg.lora.enabled:
+        runs = f", one for each of {cfg.trainer.max_concurrent_runs} runs" if cfg.is_shared_trainer else ""
         numbers += f", frozen; at most {trained_parameters(cfg) / 1e6:,.3g} million of adapters of rank {cfg.lora.rank}{runs}"
     where, apart = "in host memory, " if memory.on_host else "", memory.optimizer_on_host
     again = cfg.reshards  # gathered again for backward
@@ -113,12 +113,12 @@ def _of_trainer(cfg: TrainingRoot, memory: TrainerMemory) -> list[str]:
          else "a temporary of the optimizer step: one number per parameter"),
     ]  # fmt: skip
     kind = "process" if cfg.hardware.device == "cpu" else "GPU"
-    alone = cfg.lora.on or cfg.hardware.nodes == 1
+    alone = cfg.lora.enabled or cfg.hardware.nodes == 1
     on_host = [
         ("each", memory.loading, "while it reads its shards of the model"),
         ("each", memory.optimizer if apart else 0.0, "for the optimizer's state"),
         ("rank 0" if alone else "its hosts together", memory.published,
-         f"for the copy of the weights{' of each run' if cfg.hosts else ''} that is written beside the next step"),
+         f"for the copy of the weights{' of each run' if cfg.is_shared_trainer else ''} that is written beside the next step"),
         ("its host", versions_in_memory(cfg), "for versions in weight_broadcast.folder"),
     ]  # fmt: skip
     return [

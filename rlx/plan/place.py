@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlx.config.errors import ConfigError
-from rlx.config.ranks import Place, places_of_servers
 from rlx.config.schema import CommandConfig, TrainingRoot
-from rlx.plan.record import ProcessSpec
+from rlx.config.trainer_ranks import Place, places_of_servers
+from rlx.plan.process_spec import ProcessSpec
 
 
 def place_servers(cfg: CommandConfig, number: int) -> list[Place]:
@@ -27,9 +27,9 @@ def place(cfg: TrainingRoot) -> tuple[list[Place], list[Place]]:
     size = hardware.tensor_parallel
     if hardware.device == "cpu":
         return _place_on_cpu(cfg)
-    inference = place_servers(cfg, cfg.servers_placed)
+    inference = place_servers(cfg, cfg.reserved_servers)
     node, free = (inference[-1][0], inference[-1][1][-1] + 1) if inference else (0, 0)  # the next free GPU
-    if hardware.shared:
+    if hardware.colocate:
         node, free = 0, 0
     elif free + cfg.trainer_ranks > hardware.gpus_per_node and free > 0:
         node, free = node + 1, 0
@@ -40,7 +40,7 @@ def place(cfg: TrainingRoot) -> tuple[list[Place], list[Place]]:
     last = max(host for host, _ in (*inference, *trainers))
     if last >= hardware.nodes or needs > hardware.gpus_per_node or left:
         raise ConfigError(
-            f"hardware={hardware.name}: {cfg.servers_placed} inference replicas × tensor_parallel={size} and "
+            f"hardware={hardware.name}: {cfg.reserved_servers} inference replicas × tensor_parallel={size} and "
             f"trainer_processes={cfg.trainer_ranks} do not fit on {hardware.nodes} × {hardware.gpus_per_node} GPUs "
             f"(hardware.nodes × hardware.gpus_per_node), a replica on one host, and the trainer on one host or on whole ones.\n"
             "  fix: lower one of hardware.inference_replicas, hardware.tensor_parallel, hardware.trainer_processes, or choose another "
@@ -50,7 +50,7 @@ def place(cfg: TrainingRoot) -> tuple[list[Place], list[Place]]:
 
 
 def _place_on_cpu(cfg: TrainingRoot) -> tuple[list[Place], list[Place]]:
-    hardware, servers = cfg.hardware, cfg.servers_placed
+    hardware, servers = cfg.hardware, cfg.reserved_servers
     if hardware.nodes == 1:
         return [(0, ())] * servers, [(0, ())]
     first = min(servers, hardware.nodes - 1)  # hosts of inference

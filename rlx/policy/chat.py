@@ -16,7 +16,7 @@ import numpy as np
 from rlx.arrays import Int
 from rlx.config.chat_format import arguments_of, family_of, unread
 from rlx.config.schema import ModelConfig
-from rlx.plain import utf8
+from rlx.json_values import utf8
 from rlx.policy.base import Call, Message, PolicyError, Reply
 from rlx.policy.parsers import CLOSE, OPEN, TOOL_PARSERS, UNREADABLE, arguments_as_json, read_reasoning
 from rlx.policy.templates import REMEDIES, decoded, problems, traits_of
@@ -27,6 +27,7 @@ BREAK = "\u200b"  # shown as nothing
 # Special tokens by which parsers of calls find them; cut once they were read.
 CALL_MARKS = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|python_tag|>", "<|tool_call_start|>", "<|tool_call_end|>")
 TAGS = (OPEN, CLOSE, "<tool_call>", "</tool_call>")  # special tokens of some tokenizers, but part of what the model says
+FRAME = re.compile(r"<[|｜][^\s<>|｜{}'\"]+[|｜]>|\[/?INST\]")  # what templates write around roles
 _TAIL = 16  # tokens at the end of a prompt that may hold an open `<think>`
 _CACHED_PROMPTS = 4096  # first prompts kept; the members of a group share theirs
 
@@ -75,8 +76,10 @@ class Chat:
         self._read = {mark: ids.pop(mark) for mark in CALL_MARKS if mark in ids}
         self._cut = np.array(list(ids.values()), dtype=np.int64)
         # Families list few of their special tokens; Llama 3 leaves out those around a role's name.
-        added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-        spelled = sorted({*special, *added} - {"", *TAGS}, key=len, reverse=True)
+        # DeepSeek's before a role are not special, and a base model's ChatML is of ordinary characters: those count that the template has.
+        template = str(tokenizer.chat_template)
+        added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special or token.content in template]
+        spelled = sorted({mark for mark in (*special, *added, *FRAME.findall(template)) if mark.strip()} - {*TAGS}, key=len, reverse=True)
         self._marks = re.compile("|".join(map(re.escape, spelled)) or "(?!)")
         if renderer is not None:
             self.stop_token_ids: list[int] = list(renderer.get_stop_token_ids())
@@ -121,21 +124,14 @@ class Chat:
         """The special tokens that the text spells. In a rendered conversation it would begin or end turns."""
         return self._marks.findall(text)
 
-    def inert(self, message: Message) -> Message:
-        """A message whose text spells no special token: an invisible character breaks them up, so nothing that an environment says
-        becomes a turn. What the assistant says is left as it is: its tokens are kept, not read again."""
-        content: Any = message.get("content")
-        texts = [content] if isinstance(content, str) else [part.get("text") for part in content or () if isinstance(part, Mapping)]
-        if message["role"] == "assistant" or not any(self._marks.search(text) for text in texts if isinstance(text, str)):
-            return message
-
-        def broken(text: str) -> str:
-            return self._marks.sub(lambda found: found[0][0] + BREAK + found[0][1:], text)
-
-        if isinstance(content, str):
-            return {**message, "content": broken(content)}
-        parts = [part | {"text": broken(part["text"])} if isinstance(part.get("text"), str) else part for part in content]
-        return {**message, "content": parts}
+    def inert(self, value: Any) -> Any:
+        """A message or a tool whose texts spell no special token: an invisible character breaks them up, so nothing that an environment,
+        a row or the policy itself says becomes a turn. The tokens of an answer that was sampled stay as they are."""
+        if isinstance(value, str):
+            return self._marks.sub(lambda found: found[0][0] + BREAK + found[0][1:], value)
+        if isinstance(value, Mapping):
+            return {self.inert(key): self.inert(each) for key, each in value.items()}
+        return [self.inert(each) for each in value] if isinstance(value, list | tuple) else value
 
     def raw(self, text: str) -> list[int]:
         """Token ids of a prompt that is raw text, with what the tokenizer puts before a sequence; once, if the text spells it itself."""
@@ -155,11 +151,11 @@ class Chat:
         return self.tokenizer.decode(self._render(messages, tools, answer), skip_special_tokens=False)
 
     def _render(self, messages: list[Message], tools: list[dict] | None, answer: bool = True) -> list[int]:
-        messages = [self.inert(message) for message in messages]
-        if self.renderer is not None:
-            return list(self.renderer.render_ids(messages, tools=tools, add_generation_prompt=answer))
         if self._decodes_arguments:
             messages = [decoded(message) for message in messages]
+        messages, tools = self.inert(messages), self.inert(tools)
+        if self.renderer is not None:
+            return list(self.renderer.render_ids(messages, tools=tools, add_generation_prompt=answer))
         try:
             options = {"add_generation_prompt": answer, "tokenize": False, "strftime_now": today().strftime, **self._arguments}
             return self.encode(self.tokenizer.apply_chat_template(messages, tools=tools, **options))  # in two calls: a quarter cheaper
@@ -178,9 +174,7 @@ class Chat:
         if not self.keeps_tokens:
             return self.render([*before, *new], tools)
         if self.renderer is not None and self.keeps_thinking:
-            bridged = self.renderer.bridge_to_next_turn(
-                asked.tolist(), answer.tolist(), [self.inert(message) for message in new], tools=tools
-            )
+            bridged = self.renderer.bridge_to_next_turn(asked.tolist(), answer.tolist(), self.inert(list(new)), tools=self.inert(tools))
             return list(bridged.token_ids) if bridged is not None else self.render([*before, *new], tools)
         whole = self.render([*before, *new], tools)
         sampled = [*asked.tolist(), *answer.tolist()]
@@ -206,9 +200,9 @@ class Chat:
             return None
         end, last = ends[-1], sampled[-1]
         shown, follows = (self.tokenizer.decode(whole[at:], skip_special_tokens=False) for at in (start, end))
-        if any(text in shown and text not in follows for text in (str(message["content"]).strip() for message in new)):
+        if any(text in shown and text not in follows for text in (str(message["content"]).strip() for message in self.inert(new))):
             return None  # the end was not that of the answer
-        reasoning = before[-1].get("reasoning_content")
+        reasoning = self.inert(before[-1].get("reasoning_content"))
         if reasoning and reasoning.strip() not in self.tokenizer.decode(whole[start:end], skip_special_tokens=False):
             return None
         if last in self._stops and last != whole[end]:

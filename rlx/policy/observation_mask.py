@@ -144,8 +144,8 @@ def text_ends(tokenizer: Any, ids: Sequence[int]) -> Int | None:
 @functools.cache
 def _say_hidden(env: str, role: str) -> None:
     log.warning(
-        "envs.%s.learn: the chat template does not show a message of the role %s as the environment wrote it (or it has no text), "
-        "so its tokens are not learned",
+        "envs.%s.observation_ce_weights: the chat template does not show a message of the role %s as the environment wrote it (or it has "
+        "no text), so its tokens are not learned",
         env,
         role,
     )

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlx.plain import utf8
+from rlx.json_values import utf8
 from rlx.policy.base import Call, Episode, Message, PolicyError, PromptTooLong, Reply, request_seed
 from rlx.policy.sampling_params import raw_text
 from rlx.types import Task

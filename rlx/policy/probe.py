@@ -3,7 +3,7 @@
     python -m rlx.policy.probe < {"model": {"name": "…", …}, "tools": {"math": ["add", "subtract"]}}
 
 answers `{"problem": null}` on its standard output, or the reason why the format does not serve these tools, for people. The tokenizer is
-read from this machine alone: if it is not here yet, there is no problem to see. The caller is `rlx.preflight.chats`.
+read from this machine alone: if it is not here yet, there is no problem to see. The caller is `rlx.preflight.chat_template_check`.
 """
 
 from __future__ import annotations

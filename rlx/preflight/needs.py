@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from rlx.config.memory import engine_memory, kv_cache_bytes, trained_parameters, trainer_memory, versions_in_memory
-from rlx.config.rows import BYTES
+from rlx.config.row_budget import BYTES
 from rlx.config.schema import CommandConfig, Config, PlayRoot, SftRoot, TrainingRoot
 
 SHARED_MEMORY = 2**30  # bytes in /dev/shm that NCCL, torch and vLLM use between the processes of a host
@@ -21,7 +21,7 @@ def needed_disk(cfg: CommandConfig) -> int:
     states = weights + memory.optimizer * cfg.trainer_ranks / cfg.trainer.dp_replicate
     each = cfg.publishes(1) and cfg.memory_folder is None  # else only the versions of checkpoints are files here, and the last
     # A checkpoint's version stays with it. One more than is kept is there while it is written.
-    evaluated = isinstance(cfg, SftRoot) and cfg.plays  # then a version may be there until its evaluation has read it
+    evaluated = isinstance(cfg, SftRoot) and cfg.generates_rollouts  # then a version may be there until its evaluation has read it
     versions = min(cfg.max_steps, checkpoints + (cfg.versions_kept + 1 if each or evaluated else 1))
     return int(memory.published * versions + states * checkpoints + 2**28)
 
@@ -46,10 +46,10 @@ def needed_memory(cfg: CommandConfig) -> float:
     need = 2.0 * PROCESS  # orchestrator and supervisor
     if isinstance(cfg, PlayRoot):
         engine = PROCESS + (0.0 if cuda else engine_memory(cfg).weights + kv_cache_bytes(cfg))
-        need += engine * cfg.num_servers / hosts
-    if isinstance(cfg, TrainingRoot) and cfg.own_ranks:
+        need += engine * cfg.started_servers / hosts
+    if isinstance(cfg, TrainingRoot) and cfg.started_trainer_ranks:
         trainer = trainer_memory(cfg)
-        need += (PROCESS + trainer.host) * cfg.own_ranks / hosts + trainer.published / (1 if cfg.lora.on else hosts)
+        need += (PROCESS + trainer.host) * cfg.started_trainer_ranks / hosts + trainer.published / (1 if cfg.lora.enabled else hosts)
         need += versions_in_memory(cfg)
     return need
 

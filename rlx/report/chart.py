@@ -25,7 +25,7 @@ Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class Curve:
     """One curve: P points, and an interval around them where it is known."""
 
     label: str
@@ -44,7 +44,7 @@ class Chart:
     """Several lines over the same axis."""
 
     title: str
-    lines: Sequence[Line]
+    lines: Sequence[Curve]
     about: str = ""  # what is shown, in one sentence
     x_label: str = "step"
     from_zero: bool = False  # the axis begins at 0
@@ -92,12 +92,12 @@ def draw(chart: Chart, key: str) -> str:
     )
 
 
-def _spans_powers(lines: Sequence[Line]) -> bool:
+def _spans_powers(lines: Sequence[Curve]) -> bool:
     values = np.concatenate([part[np.isfinite(part)] for line in lines for part in (line.y, line.low, line.high) if part is not None])
     return len(values) > 4 and bool((values > 0).all()) and float(values.max()) > LOG_FROM * float(np.median(values))
 
 
-def _finite(line: Line) -> Array:
+def _finite(line: Curve) -> Array:
     return line.y[np.isfinite(line.y)]
 
 
@@ -106,7 +106,7 @@ def colour_of(colour: int) -> str:
     return f"c{colour}" if 0 <= colour < COLOURS else "grey"
 
 
-def _table(lines: Sequence[Line], x_label: str) -> str:
+def _table(lines: Sequence[Curve], x_label: str) -> str:
     """A few values of each line, evenly spaced over the axis."""
     shown = lines[:COLOURS]
     xs = np.unique(np.concatenate([line.x for line in shown]))
@@ -117,7 +117,7 @@ def _table(lines: Sequence[Line], x_label: str) -> str:
     return f'<details><summary>values</summary><div class="scroll">{table}</div></details>'
 
 
-def _cell(line: Line, x: float) -> str:
+def _cell(line: Curve, x: float) -> str:
     at = np.flatnonzero(line.x == x)
     if not len(at):
         return "<td>–</td>"
@@ -126,7 +126,7 @@ def _cell(line: Line, x: float) -> str:
     return f"<td>{number(value)}{interval}</td>"
 
 
-def _data(line: Line) -> dict[str, Any]:
+def _data(line: Curve) -> dict[str, Any]:
     """What the script needs of a line."""
     kept = kept_points(line.y)
     parts = {"x": line.x, "y": line.y, "low": line.low, "high": line.high, "runs": line.runs}

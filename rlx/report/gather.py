@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from rlx.config.errors import ConfigError, may_read
 from rlx.config.roots import root_of
 from rlx.config.schema import TrainingRoot
-from rlx.config.secret import hidden
+from rlx.config.secret import redacted
 from rlx.runs.config_diff import flat
 from rlx.runs.history import History
 from rlx.runs.own_code import recorded
@@ -30,7 +30,7 @@ from rlx.runs.status import Status
 
 T = TypeVar("T")
 SAMPLES = 4  # rollouts shown of the first and of the last step
-LARGEST = 1e300  # of a metric's finite values
+MAX_METRIC = 1e300  # of a metric's finite values
 
 Array = NDArray[np.float64]
 Series = tuple[Array, Array]  # steps [P], values [P]
@@ -98,7 +98,7 @@ def gather(run: Run, jobs: Mapping[str, str] | None = None, scored_by: str | Non
     facts.status = attempt(lambda: run.status, None)
     facts.state = attempt(lambda: run.state(jobs), "unknown")
     config = attempt(lambda: run.config, None)
-    facts.config = flat(asdict(hidden(config))) if config is not None else None
+    facts.config = flat(asdict(redacted(config))) if config is not None else None
     facts.other = root_of(config).command if config is not None and not isinstance(config, TrainingRoot) else None
     facts.overrides = attempt(lambda: [str(each) for each in run.overrides], [])
     provenance = attempt(lambda: run.provenance, None)
@@ -110,10 +110,10 @@ def gather(run: Run, jobs: Mapping[str, str] | None = None, scored_by: str | Non
 
 
 def _keep_numbers(history: History) -> None:
-    """Leave out what is no number. Numbers beyond `LARGEST` become infinite, because their sums and differences would overflow."""
+    """Leave out what is no number. Numbers beyond `MAX_METRIC` become infinite, because their sums and differences would overflow."""
 
     def kept(value: Any) -> float:
-        return value if not abs(value) > LARGEST else math.inf if value > 0 else -math.inf
+        return value if not abs(value) > MAX_METRIC else math.inf if value > 0 else -math.inf
 
     for source, records in history.records.items():
         history.records[source] = {
@@ -173,7 +173,7 @@ def failures(facts: Facts) -> list[str]:
     from rlx.rollout.failures import in_words
 
     path = facts.run.paths.failures
-    return _attempts(facts.problems)(lambda: in_words(json.loads(path.read_text()), most=8) if path.exists() else [], [])
+    return _attempts(facts.problems)(lambda: in_words(json.loads(path.read_text()), most=8) if path.is_file() else [], [])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,10 +18,10 @@ from plotly.offline import get_plotlyjs
 
 import rlx
 from rlx.report.chart import number
-from rlx.view.lines import conversation, facts, more_facts
+from rlx.view.format_rollout import conversation, facts, more_facts
 
 HERE = Path(__file__).parent
-LONGEST = 4000  # characters shown of one message
+MAX_CHARS = 4000  # characters shown of one message
 CONTROL = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
 # Characters that reorder or hide text around them: a completion must not disguise what it says.
 HIDING = {code: f"⟨U+{code:04X}⟩" for code in (*range(0x200B, 0x2010), *range(0x202A, 0x202F), *range(0x2060, 0x206A), 0xFEFF)}
@@ -94,7 +94,7 @@ def lines_of(content: str) -> str:
     return f'<pre dir="auto">{text(content)}</pre>'
 
 
-def shortened(content: str, longest: int = LONGEST) -> str:
+def shortened(content: str, longest: int = MAX_CHARS) -> str:
     """The beginning and the end of a long text, and how much is left out between."""
     if len(content) <= longest:
         return content

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from rlx.metrics import METRICS
-from rlx.report.chart import Chart, Line
+from rlx.report.chart import Chart, Curve
 from rlx.report.gather import Facts
 
 TRAINER, ORCHESTRATOR, INFERENCE, EVAL, VALIDATION = "trainer", "orchestrator", "inference", "eval", "val"
@@ -239,7 +239,7 @@ def charts(facts: Facts, panels: Sequence[Panel]) -> Iterator[Chart]:
             if not len(x) or (unused and "reward" not in name and not np.any(y != 0)):
                 continue  # a term that the objective does not have, a cause that never occurred
             ends = _spread(facts, panel, x, y) if panel.spread and name == panel.spread[0] else (None, None)
-            lines.append(Line(label=label, x=x, y=y, low=ends[0], high=ends[1], colour=place))
+            lines.append(Curve(label=label, x=x, y=y, low=ends[0], high=ends[1], colour=place))
         repeats = panel.pattern is not None and panel.pattern.startswith("reward/") and len(lines) == 1  # the mean reward
         if lines and not repeats:
             yield Chart(title=panel.title, lines=lines, about=panel.about, from_zero=panel.from_zero, may_be_log=panel.may_be_log)
@@ -270,7 +270,7 @@ def evaluations(facts: Facts) -> Iterator[Chart]:
             (at, low), (_, high) = (facts.series(f"{name}_{end}", EVAL) for end in ("low", "high"))
             known = place == 0 and np.array_equal(at, x) and len(high) == len(low)
             label, ends = name.rpartition("/")[2], (low, high) if known else (None, None)
-            lines.append(Line(label=label, x=x, y=y, low=ends[0], high=ends[1], colour=place, marks=place == 0))
+            lines.append(Curve(label=label, x=x, y=y, low=ends[0], high=ends[1], colour=place, marks=place == 0))
         if lines:
             about = f"Evaluation on {env}, by policy version; 95 % intervals over examples."
             yield Chart(title=f"{env}: scores", lines=lines, about=about, x_label="version", may_be_log=False)

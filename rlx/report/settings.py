@@ -27,12 +27,17 @@ class Setting:
     runs: Sequence[Facts]
 
     @property
+    def with_seeds(self) -> list[tuple[Any, Facts]]:
+        """Every run with its seed; one whose configuration cannot be read is a draw of its own."""
+        return [(facts.config[SEED] if facts.config is not None else f"run {place}", facts) for place, facts in enumerate(self.runs)]
+
+    @property
     def by_seed(self) -> dict[Any, float]:
         """Final scores of the completed runs by seed: runs of one seed and one code are one draw, of which this is the mean."""
         found: dict[Any, list[float]] = {}
-        for place, facts in enumerate(self.runs):
+        for seed, facts in self.with_seeds:
             if facts.ended_well and facts.score is not None:
-                found.setdefault(facts.config[SEED] if facts.config is not None else f"run {place}", []).append(facts.score)
+                found.setdefault(seed, []).append(facts.score)
         return {seed: sum(scores) / len(scores) for seed, scores in found.items()}
 
     @property
@@ -59,7 +64,7 @@ class Setting:
 
 
 @dataclass(kw_only=True)
-class Sweep:
+class SweepRuns:
     """Runs by setting, best first; settings without a score last."""
 
     settings: list[Setting] = field(default_factory=list)
@@ -67,7 +72,7 @@ class Sweep:
     leaves: list[str] = field(default_factory=list)  # leaves of the configuration that differ, without the seed
 
 
-def arrange(found: Sequence[Facts]) -> Sweep:
+def arrange(found: Sequence[Facts]) -> SweepRuns:
     """The settings of a sweep."""
     configs = [facts.config for facts in found if facts.config is not None]
     names = dict.fromkeys(name for config in configs for name in config if not name.startswith(NOT_A_SETTING))
@@ -97,7 +102,7 @@ def arrange(found: Sequence[Facts]) -> Sweep:
         settings.append(Setting(label=label, choices=choices, leaves=leaves, runs=[found[place] for place in places]))
     settings = _distinct(settings)
     settings.sort(key=lambda setting: -(iqm.value if (iqm := setting.iqm) is not None else float("-inf")))
-    return Sweep(settings=settings, keys=keys, leaves=differ)
+    return SweepRuns(settings=settings, keys=keys, leaves=differ)
 
 
 def overrides_of(facts: Facts) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import time
 from collections.abc import Mapping
@@ -30,8 +31,8 @@ STAGES = {  # source -> metric -> label, for the shares of the whole run
 OF_THE_RUN = ("run.", "dry_run", "clean", "resume")  # keys that say where a run is, not what it computes
 
 
-def report(facts: Facts) -> str:
-    """The page."""
+def report(facts: Facts, folder: Path | None = None) -> str:
+    """The page. `folder`: where it will lie; None: in the run directory."""
 
     def drawn(name: str) -> str:
         return grid("".join(draw(chart, f"{name[:3].lower()}{n}") for n, chart in enumerate(charts(facts, SECTIONS[name]))))
@@ -42,7 +43,7 @@ def report(facts: Facts) -> str:
         "Evaluation": lambda: grid(draw(chart, f"eval{n}") for n, chart in enumerate(evaluations(facts))) + _scores(facts),
         "Off-policy": lambda: drawn("Off-policy"),
         "Lengths": lambda: drawn("Lengths"),
-        "Time": lambda: _stages(facts) + drawn("Time") + _traces(facts),
+        "Time": lambda: _stages(facts) + drawn("Time") + _traces(facts, folder),
         "Dropped rollouts": lambda: _dropped(facts) + drawn("Dropped rollouts"),
         "Samples": lambda: "".join(sample(each) for each in samples(facts)),
         "Configuration": lambda: configuration(facts),
@@ -131,11 +132,11 @@ def _stages(facts: Facts) -> str:
     return f'<div class="two">{"".join(parts)}</div><p></p>' if parts else ""
 
 
-def _traces(facts: Facts) -> str:
-    """Links to the timeline and to the traces of torch's profiler, which lie beside the page."""
+def _traces(facts: Facts, folder: Path | None) -> str:
+    """Links to the timeline and to the traces of torch's profiler, which are in the run directory."""
     paths = facts.run.paths
     found = [*filter(Path.exists, [paths.timeline]), *sorted(paths.profile.glob("step_*.json.gz"))]
-    links = [f'<a href="{text(quote(str(file.relative_to(paths.root))))}">{text(file.name)}</a>' for file in found]
+    links = [f'<a href="{text(quote(os.path.relpath(file, folder or paths.root)))}">{text(file.name)}</a>' for file in found]
     return f"<p>For https://ui.perfetto.dev: {', '.join(links)}</p>" if links else ""
 
 

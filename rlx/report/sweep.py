@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlx.metrics import METRICS
-from rlx.report.chart import COLOURS, Chart, Line, colour_of, draw, number
+from rlx.report.chart import COLOURS, Chart, Curve, colour_of, draw, number
 from rlx.report.gather import Facts, samples, sections_of
 from rlx.report.page import folded, grid, note, page, table, text, tiles
 from rlx.report.panels import EVAL, SECTIONS, Panel
-from rlx.report.settings import SEED, Setting, Sweep, arrange, overrides_of
+from rlx.report.settings import SEED, Setting, SweepRuns, arrange, overrides_of
 from rlx.report.single import provenance, sample
 from rlx.report.statistics import FEW, Interval, band
 from rlx.runs.history import AVERAGE
@@ -63,7 +63,7 @@ def report(directory: Path, found: Sequence[Facts], others: Sequence[str] = ()) 
     return page(directory.absolute().name, str(directory.absolute()), states, sections)
 
 
-def _overview(sweep: Sweep, found: Sequence[Facts]) -> str:
+def _overview(sweep: SweepRuns, found: Sequence[Facts]) -> str:
     facts = {
         "runs": str(len(found)),
         "settings": str(len(sweep.settings)),
@@ -92,7 +92,7 @@ def _ended(found: Sequence[Facts]) -> str:
 # scores
 
 
-def _final(sweep: Sweep) -> str:
+def _final(sweep: SweepRuns) -> str:
     scored = [setting for setting in sweep.settings if setting.scored]
     if not scored:
         if any(facts.ended_well for setting in sweep.settings for facts in setting.runs):
@@ -137,7 +137,7 @@ def _interval(found: Interval) -> str:
 # curves
 
 
-def _how(sweep: Sweep) -> str:
+def _how(sweep: SweepRuns) -> str:
     lines = (
         "Mean over the seeds of a setting, with its 95 % bootstrap interval. Where runs of a setting are missing, because they failed or "
         "still run, the line is faint and has no band."
@@ -147,7 +147,7 @@ def _how(sweep: Sweep) -> str:
     return f'<p class="about">{lines}</p>'
 
 
-def _panel(sweep: Sweep, panel: Panel) -> str:
+def _panel(sweep: SweepRuns, panel: Panel) -> str:
     name = str(panel.in_sweep)
     found = (_mean(setting, name, panel.source, place) for place, setting in enumerate(sweep.settings))
     about = f"{METRICS[name][0].upper()}{METRICS[name][1:]}."
@@ -161,12 +161,15 @@ def _key(name: str) -> str:
     return name.replace("/", "-")
 
 
-def _mean(setting: Setting, name: str, source: str, place: int, marks: bool = False) -> Line | None:
-    """The mean curve of a setting's runs; `None` if no run has the metric."""
-    found = [series for facts in setting.runs if len((series := facts.series(name, source))[0])]
+def _mean(setting: Setting, name: str, source: str, place: int, marks: bool = False) -> Curve | None:
+    """The mean curve of a setting's seeds; `None` if no run has the metric."""
+    found = [(seed, series) for seed, facts in setting.with_seeds if len((series := facts.series(name, source))[0])]
     if not found:
         return None
-    x, values = aligned(found)
+    x, values = aligned([series for _, series in found])
+    seeds = [seed for seed, _ in found]
+    of_seed = [np.flatnonzero([seed == each for each in seeds]) for seed in dict.fromkeys(seeds)]
+    values = np.array([values[places].mean(axis=0) for places in of_seed])  # runs of one seed are one draw
     whole = first_missing(values)
     if not marks:
         x, values = shrunk(x, values)
@@ -174,8 +177,8 @@ def _mean(setting: Setting, name: str, source: str, place: int, marks: bool = Fa
     summary = band(values, resamples=RESAMPLES)
     gone = np.arange(len(x)) >= (len(x) if whole is None else whole)
     low, high = (np.where(gone, np.nan, end) for end in (summary.low, summary.high))
-    several = len(found) > 1
-    return Line(
+    several = len(values) > 1
+    return Curve(
         label=setting.label,
         x=x,
         y=summary.mean,
@@ -213,7 +216,7 @@ def first_missing(values: Array) -> int | None:
     return int(gaps[0]) if len(gaps) else None
 
 
-def _evaluations(sweep: Sweep) -> Iterator[str]:
+def _evaluations(sweep: SweepRuns) -> Iterator[str]:
     runs = (facts for setting in sweep.settings for facts in setting.runs)
     names = dict.fromkeys(name for facts in runs for name in facts.names(EVAL) if AVERAGE.fullmatch(name))
     for count, name in enumerate(names):  # an environment's name is untrusted, so it makes no id
@@ -233,7 +236,7 @@ def csv_of(found: Sequence[Facts]) -> str:
     return lines.getvalue()
 
 
-def _rows(sweep: Sweep, found: Sequence[Facts]) -> Iterator[list[Any]]:
+def _rows(sweep: SweepRuns, found: Sequence[Facts]) -> Iterator[list[Any]]:
     """The head of the table of runs, and a row for each."""
     evals = list(dict.fromkeys(name for facts in found for name in facts.history.scores()))
     yield ["run", *sweep.keys, SEED, "state", "steps", found[0].scored_by or "reward", *evals, "cause"]
@@ -246,7 +249,7 @@ def _rows(sweep: Sweep, found: Sequence[Facts]) -> Iterator[list[Any]]:
         yield [facts.name, *varied, (facts.config or {}).get(SEED, ""), facts.state, facts.history.steps, facts.score, *last, why]
 
 
-def _runs(sweep: Sweep, found: Sequence[Facts]) -> str:
+def _runs(sweep: SweepRuns, found: Sequence[Facts]) -> str:
     places = {id(facts): place for place, setting in enumerate(sweep.settings) for facts in setting.runs}
     ordered = sorted(found, key=lambda facts: (places[id(facts)], str((facts.config or {}).get(SEED))))
     head, *rows = _rows(sweep, ordered)
@@ -256,7 +259,7 @@ def _runs(sweep: Sweep, found: Sequence[Facts]) -> str:
     return table(head, shown)
 
 
-def _differences(sweep: Sweep) -> str:
+def _differences(sweep: SweepRuns) -> str:
     """The keys of the resolved configurations that differ between settings."""
     known = [setting for setting in sweep.settings if setting.leaves]
     if not sweep.leaves:

@@ -62,7 +62,7 @@ def timeline(paths: RunPaths) -> Iterator[dict[str, Any]]:
     steps = (record for record, _ in read_metrics(paths.metrics))
     for events in _each(_step, steps):
         yield from events
-    lines = paths.updates.read_bytes().splitlines() if paths.updates.exists() else []
+    lines = paths.updates.read_bytes().splitlines() if paths.updates.is_file() else []
     yield from _placed("servers", (span for span in _each(_update, lines) if math.isfinite(span.began + span.seconds)))
     rollouts: list[Span] = []
     requests: list[Span] = []

@@ -3,7 +3,7 @@
     replays/step_12--loss=gspo/tokens.csv      one trainable token a line, in the batch's order
     replays/step_12--loss=gspo/summary.json    gradients, metrics, the table; written last
 
-docs/replay.md documents both formats. Needs no torch: the numbers come from `rlx.train.compare`.
+docs/resume.md documents both formats. Needs no torch: the numbers come from `rlx.train.compare`.
 """
 
 from __future__ import annotations

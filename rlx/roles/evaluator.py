@@ -23,9 +23,9 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from rlx.aio import first_failure, gather_with_timeout
 from rlx.checkpoints import folders
-from rlx.concurrent import at_most, first_failure
-from rlx.config.evaluated import PREFIX
+from rlx.config.eval_envs import PREFIX
 from rlx.config.load import load_play
 from rlx.config.schema import SftRoot
 from rlx.config.schema_eval import EvalRoot
@@ -39,6 +39,7 @@ from rlx.metrics import MetricsWriter, read_metrics
 from rlx.paths import RunPaths, listed, step_of, write_text
 from rlx.policy.base import PolicyError
 from rlx.policy.chat import Chat
+from rlx.polling import Preempted
 from rlx.rollout.eval_summary import write_summary
 from rlx.rollout.evaluate import Evaluations
 from rlx.rollout.evaluation import Evaluation
@@ -49,9 +50,8 @@ from rlx.rollout.rollout_runner import RolloutRunner
 from rlx.rollout.stalls import explainer
 from rlx.rollout.task_sampler import keep_digests
 from rlx.rollout.updates import WeightUpdates
-from rlx.stacks import explain_with
+from rlx.stack_dump import explain_with
 from rlx.tracking import tracked
-from rlx.waiting import Preempted
 
 log = logging.getLogger("rlx.evaluator")
 LAST = 600.0  # seconds to wait for the last metrics of the trainer, which may be writing its last checkpoint
@@ -140,7 +140,7 @@ class Evaluator:
             await asyncio.sleep(INTERVAL)
 
 
-class Beside:
+class SftEvaluator:
     """The main loop beside supervised training.
 
     the trainer publishes version v  →  the servers load it and compare its checksums  →  its evaluation  →  its record  →  the next
@@ -168,7 +168,7 @@ class Beside:
         try:
             await first_failure(self._work(), forever=[self._beat(), self.fleet.held()])
         finally:
-            await at_most(None, self.evaluations.close(), *(env.close() for env in self.envs.values()))
+            await gather_with_timeout(None, self.evaluations.close(), *(env.close() for env in self.envs.values()))
 
     async def _work(self) -> None:
         self.evaluations.begin(0)
@@ -202,7 +202,7 @@ async def evaluate(config: EvalRoot | SftRoot, paths: RunPaths, envs: Mapping[st
     """Connect to the model and evaluate to the end. `chat`: None for an endpoint, which has its own."""
     if isinstance(config, SftRoot):
         async with connect_servers(config, paths, envs, chat, heartbeat.beat) as (fleet, sampler):
-            await Beside(config, paths, envs, fleet, sampler, heartbeat).run()
+            await SftEvaluator(config, paths, envs, fleet, sampler, heartbeat).run()
         await last_metrics(config, paths, heartbeat)
         return
     async with connected(config, paths, envs, chat, heartbeat.beat) as model:

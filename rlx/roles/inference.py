@@ -24,20 +24,20 @@ from urllib.parse import urlsplit
 
 from rlx.config.load import load_play
 from rlx.config.schema import PlayRoot
-from rlx.descendants import kill_all
 from rlx.heartbeat import SERVING, WAITING_FOR_MODEL, Heartbeat, wait_for_model
 from rlx.inference import arguments, wire
 from rlx.inference.endpoints import Endpoint, endpoint_file, free_port, publish_endpoint, url_of
 from rlx.inference.middleware import SECRET
 from rlx.paths import RunPaths
 from rlx.process import SUPERVISOR, die_with_parent, end_at_once
-from rlx.stacks import answer
+from rlx.process_tree import kill_all
+from rlx.stack_dump import answer
 from rlx.weights.hub import fetch
 
 log = logging.getLogger("rlx.inference")
 ALIVE = 1.0  # seconds between two looks at a server that serves
-POLL = 0.2  # seconds between two looks at a server that starts
-LOOK = 5.0  # seconds between two looks at its metrics
+START_POLL_SECONDS = 0.2  # seconds between two looks at a server that starts
+METRICS_SECONDS = 5.0  # seconds between two looks at its metrics
 TIMEOUT = 5.0  # seconds for one of its answers
 TAKEN = 3  # times that another free port is tried: another process may take it before vLLM binds it
 CHECK = (sys.executable, "-m", "rlx.kernels.toolchain")  # whether Triton can compile here, before minutes of loading
@@ -63,7 +63,7 @@ def main() -> int:
     name = wait_for_model(paths, config.inference.startup_timeout, lambda: heartbeat.beat(WAITING_FOR_MODEL), untrained=True)
     model = fetch(name, heartbeat)
     for left in reversed(range(TAKEN)):
-        server = Server(config, replica, str(model), paths, heartbeat)
+        server = EngineProcess(config, replica, str(model), paths, heartbeat)
         try:
             code = server.run()
         finally:
@@ -87,7 +87,7 @@ def can_compile(timeout: float, heartbeat: Heartbeat) -> bool:
             return False
 
 
-class Server:
+class EngineProcess:
     """One start of vLLM, in a process group of its own."""
 
     def __init__(self, config: PlayRoot, replica: int, model: str, paths: RunPaths, heartbeat: Heartbeat) -> None:
@@ -127,7 +127,7 @@ class Server:
                 print(f"vLLM did not serve {self.model} after {timeout:g} s (inference.startup_timeout)", file=sys.stderr)
                 return 1
             self.heartbeat.beat(f"loading {self.model}")
-            time.sleep(POLL)
+            time.sleep(START_POLL_SECONDS)
         self.serves = True
         log.info("serving at %s after %.1f s", publish_endpoint(self.file, self.endpoint), time.monotonic() - began)
         return self._watch()
@@ -141,7 +141,7 @@ class Server:
         looked = moved = time.monotonic()
         while not self._ended("while it served"):
             now = time.monotonic()
-            if now - looked >= LOOK:
+            if now - looked >= METRICS_SECONDS:
                 if self._get(wire.HEALTH) is None and self.refuses:
                     print("vLLM's engine has died; its own message is above", file=sys.stderr, flush=True)
                     return 1

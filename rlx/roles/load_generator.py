@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rlx.concurrent import all_of, first_failure
+from rlx.aio import all_of, first_failure
 from rlx.config.load import load_run
 from rlx.config.schema import Config
 from rlx.heartbeat import INTERVAL, WAITING_FOR_MODEL, Heartbeat, wait_for_model
@@ -35,21 +35,21 @@ from rlx.inference.wire import ServerUnreachable
 from rlx.metrics import MetricsWriter
 from rlx.paths import RunPaths, listed
 from rlx.policy.source import fake_rollouts
+from rlx.polling import Preempted
 from rlx.rollout.policy_backend import connect_servers
 from rlx.rollout.role import begin, end, run_until_stopped
 from rlx.tracking import tracked
 from rlx.types import TrainingSample
-from rlx.waiting import Preempted
 
 if TYPE_CHECKING:
     from rlx.train.flops import Flops
 
 log = logging.getLogger("rlx.load_generator")
-LOOK = 0.1  # seconds between two looks at the servers' state
+POLL_SECONDS = 0.1  # seconds between two looks at the servers' state
 PROBES = 0.05  # share of the time in which a request for a first token is in flight
 
 
-class Tally:
+class RequestCounters:
     """What one step has measured."""
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ class LoadGenerator:
         self.step = self.answered = 0
         self.servers: list[ServerState] = []
         self.seen: list[dict[str, float]] = []  # the servers' latest state
-        self.tally = Tally()
+        self.tally = RequestCounters()
 
     @property
     def batch(self) -> int:
@@ -124,7 +124,7 @@ class LoadGenerator:
     async def _load(self) -> None:
         for step in range(self.config.max_steps):
             samples = enumerate(chain.from_iterable(self.source.receive(step).mini_batches))
-            self.step, self.tally = step, Tally()
+            self.step, self.tally = step, RequestCounters()
             await all_of(self._lane(samples) for _ in range(self.in_flight))
             ended = time.perf_counter()
             with suppress(ServerUnreachable):  # the record then has the latest that is known
@@ -167,7 +167,7 @@ class LoadGenerator:
             with suppress(ServerUnreachable):  # it may start again, and requests wait for it; other errors end the benchmark
                 self.seen = [await self.fleet.stats()]
                 self.tally.states += self.seen
-            await asyncio.sleep(LOOK)
+            await asyncio.sleep(POLL_SECONDS)
 
     async def _probe(self) -> None:
         """Ask for one token of a new prompt now and then, one request at a time."""

@@ -20,10 +20,10 @@ from typing import Any
 
 from rlx.advantages.base import GroupScores
 from rlx.advantages.shaping import shape
+from rlx.aio import first_failure, gather_with_timeout
 from rlx.checkpoints.folders import Start, read_start, steps
-from rlx.checkpoints.orchestrator import POLL, Snapshots, read_state
-from rlx.concurrent import at_most, first_failure
-from rlx.config.evaluated import pins
+from rlx.checkpoints.orchestrator import POLL_SECONDS, Snapshots, read_state
+from rlx.config.eval_envs import pins
 from rlx.config.load import load_run
 from rlx.config.schema import Config
 from rlx.data.source import send
@@ -37,10 +37,10 @@ from rlx.inference.wire import InferenceError
 from rlx.metrics import MetricsWriter
 from rlx.paths import RunPaths, listed
 from rlx.policy.chat import Chat
+from rlx.polling import Preempted
 from rlx.process import peak_memory
 from rlx.rollout import concurrency
 from rlx.rollout.batch import advantages_of, make_batch, make_groups, max_tokens_of, scores_of, step_metrics
-from rlx.rollout.clock import StepClock
 from rlx.rollout.collector import Collector
 from rlx.rollout.evaluate import Evaluations
 from rlx.rollout.filters import reason_to_drop
@@ -49,14 +49,14 @@ from rlx.rollout.record import StepRecorder
 from rlx.rollout.role import begin, end, load, run_until_stopped
 from rlx.rollout.stalls import explainer
 from rlx.rollout.state import OrchestratorState
+from rlx.rollout.step_timer import StepClock
 from rlx.rollout.task_sampler import keep_digests
 from rlx.rollout.teacher_logprobs import TeacherLogprobs
 from rlx.rollout.updates import WeightUpdates
-from rlx.shared.membership import Member, PutOut
-from rlx.stacks import explain_with
+from rlx.shared.membership import EvictedError, TrainerClient
+from rlx.stack_dump import explain_with
 from rlx.tracking import Tracker, tracked
 from rlx.types import Group, Rollout
-from rlx.waiting import Preempted
 
 log = logging.getLogger("rlx.orchestrator")
 
@@ -74,7 +74,7 @@ class Orchestrator:
         heartbeat: Heartbeat,
         tracker: Tracker | None = None,
         teaching: TeacherLogprobs | None = None,
-        member: Member | None = None,
+        member: TrainerClient | None = None,
         digests: Mapping[str, Any] | None = None,
     ) -> None:
         """`member`: of a shared trainer; None: the run has a trainer of its own. `digests`: of the environments' examples."""
@@ -135,8 +135,8 @@ class Orchestrator:
             limit = 0.4 * self.config.launcher.grace  # we were told to stop, and the tracker needs some time, too
             raise
         finally:
-            await at_most(limit, self.collector.close(), self.evaluations.close())
-            await at_most(limit, *(env.close() for env in self.envs.values()))
+            await gather_with_timeout(limit, self.collector.close(), self.evaluations.close())
+            await gather_with_timeout(limit, *(env.close() for env in self.envs.values()))
 
     async def _work_until_preempted(self) -> None:
         """All the work. Raises Preempted if a resumed run is to end it.
@@ -154,7 +154,7 @@ class Orchestrator:
             await asyncio.Event().wait()
 
     async def _work(self) -> None:
-        if self.config.lora.on and not self.first_step:  # version 0 is an adapter, too: vLLM's CPU build mixes up base and adapters
+        if self.config.lora.enabled and not self.first_step:  # version 0 is an adapter, too: vLLM's CPU build mixes up base and adapters
             self.updates.version = -1
             await self.updates.reach(0)
         self.evaluations.begin(self.updates.version)
@@ -176,7 +176,7 @@ class Orchestrator:
         while self.config.max_steps not in steps(self.paths):
             if time.monotonic() >= deadline:
                 return False
-            await asyncio.sleep(POLL)
+            await asyncio.sleep(POLL_SECONDS)
         return True
 
     async def _train(self) -> None:
@@ -233,7 +233,7 @@ class Orchestrator:
     async def _beat(self) -> None:
         """Report the current phase in the heartbeat."""
         while True:
-            done = self.step == self.config.max_steps - 1 and self.collector.taken == self.config.max_steps
+            done = self.step == self.config.max_steps - 1 and self.collector.num_batches == self.config.max_steps
             phase = f"waiting for weights {self.config.max_steps}" if done else self.collector.phase
             phase = self.evaluations.instead_of(self.teaching.phase or phase)
             if self.updates.version < self.first_step:
@@ -248,7 +248,7 @@ async def orchestrate(
     envs: Mapping[str, Local],
     chat: Chat,
     heartbeat: Heartbeat,
-    member: Member | None,
+    member: TrainerClient | None,
     digests: Mapping[str, Any],
     tracker: Tracker | None,
 ) -> None:
@@ -268,9 +268,9 @@ def main() -> int:
     """The role as a process. Returns its exit code."""
     config, paths, heartbeat = begin("orchestrator", __doc__, load_run)
     member = None
-    if config.trainer.shared is not None:
-        member = Member(paths, Path(config.trainer.shared))
-        member.wait(lambda: heartbeat.beat(f"waiting for the shared trainer in {config.trainer.shared}"))
+    if config.trainer.shared_trainer_dir is not None:
+        member = TrainerClient(paths, Path(config.trainer.shared_trainer_dir))
+        member.wait(lambda: heartbeat.beat(f"waiting for the shared trainer in {config.trainer.shared_trainer_dir}"))
     envs, chat = load(config, paths, heartbeat)
     assert chat is not None
     digests = keep_digests(paths, envs)
@@ -279,4 +279,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    end(main, "orchestrator", plain=(PutOut,))
+    end(main, "orchestrator", plain=(EvictedError,))

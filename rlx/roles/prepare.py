@@ -32,13 +32,13 @@ from rlx.heartbeat import AtWork, Heartbeat
 from rlx.lock import FileLock
 from rlx.metrics import read_metrics
 from rlx.paths import COMPLETE, RunPaths, listed_with_folder, write_text
+from rlx.polling import wait_for
 from rlx.process import die_with_parent
-from rlx.stacks import answer
+from rlx.stack_dump import answer
 from rlx.train.warm_start import envs_of, model_folder, recipe
-from rlx.waiting import wait_for
 
 if TYPE_CHECKING:
-    from rlx.envs.demonstrations import Conversation
+    from rlx.envs.demonstrations import DemoConversation
     from rlx.policy.chat import Chat
 
 log = logging.getLogger("rlx.prepare")
@@ -135,7 +135,7 @@ def train(config: CommandConfig, folder: Path, heartbeat: Heartbeat) -> None:
         with heartbeat.during(loading, limit=limit), Heartbeat(run, "prepare").during(loading, limit=limit):
             examples = demonstrations_of(config, envs)
         said = build(config, examples, initial, heartbeat)
-        if config.num_servers:  # they start meanwhile, and get the trained weights when these are there
+        if config.started_servers:  # they start meanwhile, and get the trained weights when these are there
             shutil.copytree(initial, paths.untrained_model.with_suffix(".writing"), dirs_exist_ok=True)
             paths.untrained_model.with_suffix(".writing").rename(paths.untrained_model)
         write_text(rows, "".join(json.dumps(conversation.row) + "\n" for conversation in said))
@@ -144,7 +144,9 @@ def train(config: CommandConfig, folder: Path, heartbeat: Heartbeat) -> None:
     os.replace(run.weights_of(cfg.max_steps), folder)
 
 
-def build(config: CommandConfig, examples: Mapping[str, list[Conversation]], folder: Path, heartbeat: Heartbeat) -> list[Conversation]:
+def build(
+    config: CommandConfig, examples: Mapping[str, list[DemoConversation]], folder: Path, heartbeat: Heartbeat
+) -> list[DemoConversation]:
     """Write the tiny model with random weights. Returns the examples that it can learn.
 
     Raises ValueError if it could learn none of an environment.
@@ -168,7 +170,7 @@ def build(config: CommandConfig, examples: Mapping[str, list[Conversation]], fol
     return learned
 
 
-def fitting(env: str, conversations: Sequence[Conversation], chat: Chat, length: int) -> list[Conversation]:
+def fitting(env: str, conversations: Sequence[DemoConversation], chat: Chat, length: int) -> list[DemoConversation]:
     """The demonstrations of an environment of which a sample fits into `length` tokens.
 
     Raises ValueError if none is so short, or if one cannot be trained on.
@@ -229,7 +231,7 @@ def follow(trainer: subprocess.Popen[bytes], run: RunPaths, steps: int, heartbea
         sys.exit(max(code, 1))
 
 
-def tools_of(conversations: Sequence[Conversation]) -> list[dict[str, Any]]:
+def tools_of(conversations: Sequence[DemoConversation]) -> list[dict[str, Any]]:
     """The functions that the conversations of an environment offer, each once."""
     return list({tool["function"]["name"]: tool for conversation in conversations for tool in conversation.tools or ()}.values())
 

@@ -1,8 +1,8 @@
-"""The shared trainer: trains the adapters of several runs on one model. Runs join and leave while it works (docs/many_runs.md).
+"""The shared trainer: trains the adapters of several runs on one model. Runs join and leave while it works (docs/lora.md).
 
     runs that ask in `run_*`  →  slots  →  those whose batch is complete: one common step  →  each run's metrics, version, checkpoint
 
-A step takes the runs whose batch is complete and waits for no other, except for `trainer.wait_for_others` seconds. A run that fails is put
+A step takes the runs whose batch is complete and waits for no other, except for `trainer.batch_wait` seconds. A run that fails is put
 out of its slot; the others go on. Rank 0 looks at the files and decides, and the other ranks do the same.
 
 Start it as `rlx.roles.trainer`. The exit code is 0 after `trainer.idle_timeout` seconds without a run, and 75 after a preemption.
@@ -22,16 +22,16 @@ from rlx.config.schema import Config
 from rlx.metrics import MetricsWriter, read_metrics
 from rlx.parallel.rendezvous import Place
 from rlx.paths import RunPaths, listed, write_text
+from rlx.polling import LEFT, Pause, Preempted
 from rlx.process import end_at_once
-from rlx.shared.membership import Presence, State, answer, answered, asking, is_present
+from rlx.shared.membership import LivenessLock, State, is_present, pending_requests, respond, response_of
 from rlx.train.role import begin
 from rlx.train.watch import Watch
-from rlx.waiting import LEFT, Pause, Preempted
 
 log = logging.getLogger("rlx.trainer")
 T = TypeVar("T")
 
-LOOK = 0.25  # seconds between two looks for runs that join or leave
+POLL_SECONDS = 0.25  # seconds between two looks for runs that join or leave
 IDLE = 60.0  # seconds after which rank 0 tells the others that there is nothing to do; their wait for it has a limit
 
 
@@ -40,22 +40,22 @@ class SharedTrainer:
 
     def __init__(self, cfg: Config, paths: RunPaths, place: Place, watch: Watch) -> None:
         from rlx.parallel.mesh import build_mesh
-        from rlx.shared.member import Member
+        from rlx.shared.member import HostedRun
         from rlx.train.build import policy_of
         from rlx.train.flops import Meter
         from rlx.weights.hub import TIMEOUT, initial_model
 
         assert cfg.trainer.max_concurrent_runs is not None
         self.cfg, self.paths, self.watch, self.slots = cfg, paths, watch, cfg.trainer.max_concurrent_runs
-        self.presence = Presence(paths) if place.rank == 0 else None
-        self.mesh = build_mesh(cfg, paths, place, timeout=TIMEOUT, tick=watch.beat_on, alive=watch.waiting)
+        self.presence = LivenessLock(paths) if place.rank == 0 else None
+        self.mesh = build_mesh(cfg, paths, place, timeout=TIMEOUT, tick=watch.heartbeat, alive=watch.waiting)
         self.model = policy_of(cfg, initial_model(cfg, paths, self.mesh, watch), self.mesh, watch.working)
         self.meter = Meter(self.model, self.mesh)
-        self.members: dict[int, Member] = {}
+        self.members: dict[int, HostedRun] = {}
         self.seen: set[str] = set()  # tokens of all runs that have asked
         self.metrics = MetricsWriter(paths.metrics, "trainer") if self.mesh.first else None
         self.steps = max((record["step"] for record, _ in read_metrics(paths.metrics)), default=-1) + 1  # common ones, of all attempts
-        self.since, self.looked = time.monotonic(), -LOOK
+        self.since, self.looked = time.monotonic(), -POLL_SECONDS
 
     def run(self) -> int:
         """Train until nobody needs it. Returns the exit code."""
@@ -86,7 +86,7 @@ class SharedTrainer:
         pause, first, began = Pause(0.002), None, time.monotonic()
         while True:
             self.watch.tick()
-            if time.monotonic() - self.looked >= LOOK:
+            if time.monotonic() - self.looked >= POLL_SECONDS:
                 self.looked = time.monotonic()
                 gone = [[slot, why] for slot, member in self.members.items() if (why := self.reason_to_leave(member))]
                 left = {slot for slot, _ in gone}
@@ -100,10 +100,7 @@ class SharedTrainer:
             ready = [slot for slot, member in self.members.items() if member.ready()]
             if ready:
                 first = now if first is None else first
-                if (
-                    len(ready) == sum(not member.done for member in self.members.values())
-                    or now - first >= self.cfg.trainer.wait_for_others
-                ):
+                if len(ready) == sum(not member.done for member in self.members.values()) or now - first >= self.cfg.trainer.batch_wait:
                     return {"train": ready}
             elif now - began >= IDLE:
                 return {}
@@ -129,14 +126,14 @@ class SharedTrainer:
         """Slot, directory and token of runs that ask and can be admitted. The others get an answer."""
         free = [slot for slot in range(self.slots) if slot not in self.members]
         taken = {member.paths.root for member in self.members.values()}
-        for paths, token in asking(self.paths):
+        for paths, token in pending_requests(self.paths):
             if token in self.seen or paths.root in taken:
                 continue
             try:
-                before = answered(paths)
+                before = response_of(paths)
                 if not is_present(paths):
                     if before is not None and (before.token, before.state) == (token, "in"):  # of a trainer that was killed
-                        answer(paths, token, "out", "its trainer has ended; start the run again, resume=latest")
+                        respond(paths, token, "out", "its trainer has ended; start the run again, resume=latest")
                     continue
             except OSError as error:
                 self.seen.add(token)
@@ -145,21 +142,23 @@ class SharedTrainer:
             self.seen.add(token)
             if before is not None and before.token == token:
                 if before.state == "in":
-                    answer(paths, token, "out", "it was started again; go on with this run, resume=latest")
+                    respond(paths, token, "out", "it was started again; go on with this run, resume=latest")
             elif free:
                 yield free.pop(0), str(paths.root), token
             else:
                 names = self.names(self.members)
-                answer(paths, token, "out", f"it trains {self.slots} runs (trainer.max_concurrent_runs): {names}. Wait until one has ended")
+                respond(
+                    paths, token, "out", f"it trains {self.slots} runs (trainer.max_concurrent_runs): {names}. Wait until one has ended"
+                )
 
     # -- what is done then, on every rank
 
     def admit(self, slot: int, paths: RunPaths, token: str) -> None:
         """Give a run a slot, if it can be loaded."""
-        from rlx.shared.member import Member
+        from rlx.shared.member import HostedRun
 
         with self.watch.working(f"loading {paths.root.name}"):
-            member, why = self.tried(Member, self.cfg, paths, token, slot, self.model, self.mesh, self.watch.beat_on)
+            member, why = self.tried(HostedRun, self.cfg, paths, token, slot, self.model, self.mesh, self.watch.heartbeat)
         if member is None:
             log.warning("%s is refused: %s", paths.root.name, why)
             self.say(paths, token, "out", why)
@@ -246,7 +245,7 @@ class SharedTrainer:
     def say(self, paths: RunPaths, token: str, state: State, why: str = "") -> None:
         """Answer a run."""
         if self.mesh.first:
-            answer(paths, token, state, why)
+            respond(paths, token, state, why)
 
     def tried(self, action: Callable[..., T], *arguments: Any) -> tuple[T | None, str]:
         """(the action's result, "") or (None, why it failed on some rank)."""

@@ -14,7 +14,7 @@ import json
 import logging
 from collections.abc import Mapping
 
-from rlx.concurrent import first_failure
+from rlx.aio import first_failure
 from rlx.config.load import load_run
 from rlx.config.roots import SYNTHESIZE
 from rlx.config.schema_synthesize import SynthesizeRoot
@@ -23,6 +23,7 @@ from rlx.heartbeat import INTERVAL, Heartbeat
 from rlx.paths import RunPaths, listed, write_text
 from rlx.policy.base import PolicyError
 from rlx.policy.chat import Chat
+from rlx.polling import Preempted
 from rlx.rollout.failures import ErrorRate, Failures, RolloutsFailed
 from rlx.rollout.policy_backend import Backend, connected
 from rlx.rollout.role import begin, end, load, run_until_stopped
@@ -31,9 +32,8 @@ from rlx.rollout.rollout_set import RolloutSet
 from rlx.rollout.sft_export import NothingKept, export, wanted_of
 from rlx.rollout.stalls import explainer
 from rlx.rollout.task_sampler import keep_digests
-from rlx.stacks import explain_with
+from rlx.stack_dump import explain_with
 from rlx.types import Rollout
-from rlx.waiting import Preempted
 
 log = logging.getLogger("rlx.synthesizer")
 

@@ -24,12 +24,12 @@ from rlx.inference.endpoints import wait_for_neighbours
 from rlx.metrics import MetricsWriter
 from rlx.parallel.rendezvous import Place
 from rlx.paths import RunPaths, write_text
+from rlx.polling import LEFT, Preempted
 from rlx.process import end_at_once
 from rlx.tracking import tracked
 from rlx.train.role import begin
 from rlx.train.watch import Watch
 from rlx.types import StepBatch
-from rlx.waiting import LEFT, Preempted
 
 log = logging.getLogger("rlx.trainer")
 
@@ -50,14 +50,14 @@ class Trainer:
         from rlx.train.summary import ScoreKeeper, Summary
         from rlx.train.validation import Validation
         from rlx.weights.hub import TIMEOUT, fetch, initial_model
-        from rlx.weights.publish import Publisher, make_room
+        from rlx.weights.publish import Publisher, setup_memory_folder
         from rlx.weights.subscribe import write_initial
 
         self.cfg, self.paths, self.watch = cfg, paths, watch
         if place.rank == 0:
-            make_room(cfg, paths)
+            setup_memory_folder(cfg, paths)
         wait_for_neighbours(cfg, paths, watch.beat, watch.tick)
-        self.mesh = build_mesh(cfg, paths, place, timeout=TIMEOUT, tick=watch.beat_on, alive=watch.waiting)
+        self.mesh = build_mesh(cfg, paths, place, timeout=TIMEOUT, tick=watch.heartbeat, alive=watch.waiting)
         name = initial_model(cfg, paths, self.mesh, watch)
         start = read_start(paths)
         if start is None and self.mesh.first:
@@ -66,22 +66,22 @@ class Trainer:
         self.model, self.reference = self.step_trainer.model, self.step_trainer.reference
         self.summary = Summary(paths, self.mesh, self.step_trainer)
         self.source = source_of(cfg, paths, self.mesh, name, self.step_trainer.losses.streams)
-        self.step_trainer.own_samples = self.source.own
-        rows = validation_rows(cfg, self.mesh, name, watch.beat_on)
+        self.step_trainer.sampled_by_this_run = self.source.own
+        rows = validation_rows(cfg, self.mesh, name, watch.heartbeat)
         self.meter = Meter(self.model, self.mesh)
         row = cfg.micro_batch_tokens, self.meter.flops.work
         self.validation = Validation(self.step_trainer, rows, *row, paths, watch) if rows is not None else None
         self.metrics = MetricsWriter(paths.metrics, "trainer") if self.mesh.first else None
         self.broadcast = Publisher.from_config(cfg, self.model, self.mesh, paths, name, watch.working)
         watch.checks.append(self.broadcast.check)
-        self.checkpoints = Checkpoints.of(cfg, paths, self.step_trainer, watch.beat_on)
+        self.checkpoints = Checkpoints.of(cfg, paths, self.step_trainer, watch.heartbeat)
         self.first_step, self.updated = 0, False  # `updated`: the current step has already changed the weights
         self.step_trainer.before_micro_batch = self.between_micro_batches
         self.scores = ScoreKeeper(cfg, paths, self.mesh, self.step_trainer)
         if start is not None:
             with watch.working(f"reading checkpoint {start.step}"):
                 self.resume(start.checkpoint / TRAINER, start.step)
-        elif cfg.lora.on and cfg.publishes(0):
+        elif cfg.lora.enabled and cfg.publishes(0):
             self.broadcast.publish(0)  # as an adapter: a server must not compute the base model and adapters in one batch
 
     def resume(self, folder: Path, step: int) -> None:
@@ -120,7 +120,7 @@ class Trainer:
     def receive(self, step: int) -> StepBatch:
         """The batch of this step, the same on every rank. Raises Preempted on all ranks after a notice."""
         self.watch.beat(f"waiting for batch {step}", step)
-        self.watch.give_way_with(self.mesh)
+        self.watch.raise_if_preempted(self.mesh)
         batch = self.source.receive(step, self.watch.tick)
         self.source.done(step)
         return batch
@@ -162,7 +162,7 @@ class Trainer:
         """
         version = step + 1
         # Without servers, only versions that last are wanted: the last one and those of checkpoints.
-        lasts = self.cfg.lasts(version) or self.checkpoints.due(version)
+        lasts = self.cfg.keeps_weights(version) or self.checkpoints.due(version)
         wanted = lasts or self.cfg.publishes(version)
         began = time.perf_counter()
         if wanted:
@@ -207,7 +207,7 @@ class Trainer:
 
     def give_way(self, step: int) -> int:
         """Handle a preemption: save the state after `step` steps, record it in a file and return the exit code."""
-        self.step_trainer.give_up()
+        self.step_trainer.abort_step()
         if step > self.first_step and not self.cfg.bench:
             self.broadcast.leave_on_disk(step)
             self.save(step, f"writing checkpoint {step} before leaving")
@@ -221,7 +221,7 @@ class Trainer:
         """Send a heartbeat. Raises Preempted if the step should be abandoned; this is possible only before it changes the weights."""
         self.watch.progressed()
         if not self.updated:
-            self.watch.give_up_with(self.mesh)
+            self.watch.raise_if_grace_over(self.mesh)
 
 
 def main() -> int:
@@ -236,7 +236,7 @@ def main() -> int:
         try:
             code = trainer.run()
         except Exception:
-            trainer.broadcast.let_appear(LAST_WRITE)  # the process ends at once, and its threads with it
+            trainer.broadcast.wait_briefly(LAST_WRITE)  # the process ends at once, and its threads with it
             raise
     trainer.mesh.close()
     return code

@@ -16,9 +16,9 @@ from rlx.config.objectives import loss_of, scored_by
 from rlx.config.schema import Config
 from rlx.envs.base import sampling_of
 from rlx.rollout.eval_results import means
-from rlx.rollout.groups import compared, episodes
+from rlx.rollout.groups import comparison_groups, episodes
 from rlx.rollout.samples import samples_of
-from rlx.rollout.state import Tally
+from rlx.rollout.state import RolloutCounters
 from rlx.types import Group, Rollout, StepBatch, TrainingSample
 
 
@@ -31,7 +31,7 @@ def advantages_of(config: Config) -> AdvantageMix:
 
 def scores_of(batch: Sequence[Sequence[Rollout]]) -> GroupScores:
     """The input of the advantage function for these groups. The parts of a group that are compared by themselves are groups here."""
-    parts = [[rollouts[place] for place in places] for rollouts in batch for places in compared(rollouts)]
+    parts = [[rollouts[place] for place in places] for rollouts in batch for places in comparison_groups(rollouts)]
     return GroupScores(
         rewards=[np.array([rollout.reward for rollout in rollouts], dtype=np.float64) for rollouts in parts],
         lengths=[np.array([rollout.trace.num_sampled for rollout in rollouts], dtype=np.int32) for rollouts in parts],
@@ -52,7 +52,7 @@ def make_groups(batch: Sequence[Sequence[Rollout]], scores: GroupScores, advanta
     groups: list[Group] = []
     for rollouts in batch:
         task, advantages = rollouts[0].task, np.zeros(len(rollouts), dtype=np.float32)
-        for places in compared(rollouts):
+        for places in comparison_groups(rollouts):
             own = np.asarray(next(values), dtype=np.float32)
             if own.shape != (len(places),) or not np.isfinite(own).all():
                 what = f"the advantages of {task.env}, example {task.example_id}, are {own}"
@@ -72,9 +72,9 @@ def make_batch(step: int, groups: Sequence[Group], config: Config) -> StepBatch:
                 group,
                 strategy=config.orchestrator.trajectory_strategy,
                 mask_overlong=bool(loss_of(config, group.task.env).get("mask_overlong", False)),
-                learn=config.envs[group.task.env].learn,
+                learn=config.envs[group.task.env].observation_ce_weights,
                 weights=config.envs[group.task.env].loss_weights,
-                taught=config.envs[group.task.env].played_by == "teacher",
+                taught=config.envs[group.task.env].sampled_by == "teacher",
             )
         mini_batches.append(tuple(samples))
     return StepBatch(step=step, mini_batches=tuple(mini_batches))
@@ -83,7 +83,7 @@ def make_batch(step: int, groups: Sequence[Group], config: Config) -> StepBatch:
 def step_metrics(
     groups: Sequence[Group],
     batch: StepBatch,
-    tally: Tally,
+    tally: RolloutCounters,
     filtered: Sequence[tuple[str, Sequence[Rollout]]] = (),
     rules: Sequence[str] = (),
     taught: Mapping[str, float] | None = None,

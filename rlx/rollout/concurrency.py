@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-LOOK = 0.5  # seconds between two looks at the engines
+POLL_SECONDS = 0.5  # seconds between two looks at the engines
 WINDOW = 4  # looks between two decisions: a queue counts if it stays for all of them
 BEARABLE = 0.6  # preemptions per answered request that cost less than more concurrency gains: each repeats one prefill
 FEWER, MORE, A_LITTLE = 0.85, 1.25, 1.02  # factors of the limit
 HELD = 0.1  # share of the rollouts that wait for busy workers above which the limit does not grow
 FULL = 0.95  # share of the caches above which the limit does not grow
-MOST = 8.0  # largest limit, as a multiple of the engines' slots: rollouts that wait for environments need no slot
-LEAST = 0.03  # smallest limit, as a multiple of the slots
+MAX_RATIO = 8.0  # largest limit, as a multiple of the engines' slots: rollouts that wait for environments need no slot
+MIN_RATIO = 0.03  # smallest limit, as a multiple of the slots
 
 
 class Controller:
@@ -86,18 +86,18 @@ class Controller:
             near = self.limit * MORE > 0.95 * self._known_bad
             self.limit, self.why = self.limit * (A_LITTLE if near else MORE), "the engines have room"
             self._known_bad *= 1.005  # lengths change while the policy learns
-        self.limit = min(max(self.limit, LEAST * slots), MOST * slots)
+        self.limit = min(max(self.limit, MIN_RATIO * slots), MAX_RATIO * slots)
 
 
 async def follow(config: PlayRoot, engines: Fleet, playing: Collector | RolloutRunner) -> None:
     """Adapt the limit for ever, if the configuration leaves it open. While a server does not answer, the limit stays."""
-    if not config.follows_engines:
+    if not config.adaptive_concurrency:
         return
     slots = config.inference.max_num_seqs
     controller = Controller(slots, playing.max_concurrent // slots)
     said = controller.limit
     while True:
-        await asyncio.sleep(LOOK)
+        await asyncio.sleep(POLL_SECONDS)
         try:
             stats = await engines.stats()
         except InferenceError:

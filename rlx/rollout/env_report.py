@@ -26,7 +26,7 @@ class EnvReport:
     """What the rollouts show, and what that means."""
 
     playable: bool  # some rollout was run and scored
-    worth: bool
+    trainable: bool
     reasons: tuple[str, ...]  # why
     notes: tuple[str, ...] = ()  # what should be looked at nevertheless
     facts: dict[str, Any] = field(default_factory=dict)  # numbers by name; shares are of all rollouts, or of all groups
@@ -50,7 +50,7 @@ def diagnose(examples: Sequence[Sequence[Outcome]], max_tokens: int) -> EnvRepor
         for cause, _ in causes.most_common(1)
     ]
     if not scored:
-        return EnvReport(playable=False, worth=False, reasons=("no rollout was played to its end", *failed), facts=facts)
+        return EnvReport(playable=False, trainable=False, reasons=("no rollout was played to its end", *failed), facts=facts)
     rewards = [[outcome.reward for outcome in example if outcome.is_completed] for example in examples]
     groups = [group for group in rewards if len(group) > 1]
     every = [outcome.reward for outcome in scored]
@@ -87,7 +87,7 @@ def diagnose(examples: Sequence[Sequence[Outcome]], max_tokens: int) -> EnvRepor
         f"the baseline {baseline.mean:.3f} leaves room up to {high:g}",
         f"rewards differ in {_share(differing)} of the groups of {facts['rollouts_per_example']}",
     )
-    return EnvReport(playable=True, worth=not against, reasons=tuple(against) or good, notes=tuple(notes), facts=facts)
+    return EnvReport(playable=True, trainable=not against, reasons=tuple(against) or good, notes=tuple(notes), facts=facts)
 
 
 def _why_all_equal(groups: Sequence[Sequence[float]], low: float, high: float) -> str:

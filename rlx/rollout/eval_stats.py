@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Z = 1.959963984540054  # the normal distribution has 95 % within ± Z standard deviations
+ROUNDING = 1e-12
 FAILED = -math.inf  # score of a rollout that failed: it passes no threshold
 
 
@@ -60,6 +61,11 @@ def wilson(mean: float, draws: float) -> tuple[float, float]:
     return max(0.0, min(middle - half, mean)), min(1.0, max(middle + half, mean))
 
 
+def at_least(value: float, bound: float) -> bool:
+    """`value >= bound` up to rounding: three rewards of weights 0.7, 0.2 and 0.1 sum to 0.9999999999999999."""
+    return value >= bound or math.isclose(value, bound, rel_tol=ROUNDING, abs_tol=ROUNDING)
+
+
 def average(rewards: Sequence[Sequence[float]]) -> Estimate:
     """avg@n: the mean reward, over examples, of the n rollouts of each. `rewards` [N][n]."""
     return estimate([float(np.mean(one)) for one in rewards], sum(map(len, rewards)))
@@ -72,6 +78,6 @@ def passes(rewards: Sequence[Sequence[float]], threshold: float) -> dict[int, Es
     """
     rollouts = len(rewards[0])
     assert all(len(one) == rollouts for one in rewards), "examples with different numbers of rollouts"
-    passed = [sum(reward >= threshold for reward in one) for one in rewards]
+    passed = [sum(at_least(reward, threshold) for reward in one) for one in rewards]
     ks = [2**i for i in range(rollouts.bit_length())]
     return {k: estimate([pass_at_k(rollouts, each, k) for each in passed], rollouts * len(rewards) // k) for k in ks}

@@ -21,7 +21,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from rlx.config.evaluated import PREFIX, evaluated, is_due, pins
+from rlx.config.eval_envs import PREFIX, evaluated, is_due, pins
 from rlx.config.schema import EvaluatedRun, ScoredEnvConfig
 from rlx.envs.base import Environment
 from rlx.heartbeat import EVALUATING
@@ -29,7 +29,7 @@ from rlx.metrics import MetricsWriter, read_metrics
 from rlx.paths import RunPaths, listed
 from rlx.rollout.evaluation import Evaluation
 from rlx.rollout.policy_backend import check_version
-from rlx.rollout.rollout_runner import POLL, Job, RolloutRunner
+from rlx.rollout.rollout_runner import POLL_SECONDS, Job, RolloutRunner
 from rlx.types import Rollout, Task
 from rlx.weights.subscribe import Subscriber
 
@@ -53,8 +53,8 @@ class Evaluations:
     ) -> None:
         """`envs`: the run's environments; those to evaluate on have their names with a prefix. `first_step`: where this attempt starts.
 
-        `busy`: rollouts of training in flight. `away`: see `play_through`. `oldest`: the oldest version whose evaluation an earlier attempt
-        may not have finished. `servers`: how many servers serve the run at the moment; None: those of the configuration.
+        `busy`: rollouts of training in flight. `away`: see `play_with_outage_retry`. `oldest`: the oldest version whose evaluation an
+        earlier attempt may not have finished. `servers`: how many servers serve the run at the moment; None: those of the configuration.
         """
         self.config, self.paths, self.busy, self.first_step = config, paths, busy, first_step
         self.specs: dict[str, ScoredEnvConfig] = evaluated(config)
@@ -132,7 +132,7 @@ class Evaluations:
         leaving = asyncio.ensure_future(self.leave())
         try:
             while not leaving.done() and not listed(self.paths.preempt):
-                await asyncio.wait({leaving}, timeout=POLL)
+                await asyncio.wait({leaving}, timeout=POLL_SECONDS)
             if leaving.done() or self._now is None:
                 await leaving
             else:
@@ -174,7 +174,7 @@ class Evaluations:
     def _room(self) -> int:
         """How many rollouts may be in flight: the evaluation's share of the servers, or what training leaves of them."""
         capacity = max(1, self.servers()) * self.config.inference.max_num_seqs
-        return max(math.ceil(self.config.eval.share * capacity), capacity - self.busy())
+        return max(math.ceil(self.config.eval.capacity_fraction * capacity), capacity - self.busy())
 
     def _on_end(self, job: Job, rollouts: Sequence[Rollout]) -> None:
         assert self._now is not None

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from rlx.config.evaluated import evaluated
+from rlx.config.eval_envs import evaluated
 from rlx.config.schema import EvaluatedRun
 from rlx.config.schema_eval import EvalRoot
 from rlx.envs.base import Environment, sampling_of

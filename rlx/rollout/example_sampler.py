@@ -20,12 +20,13 @@ from numpy.typing import NDArray
 
 from rlx.arrays import Int
 from rlx.config.schema import BufferConfig
+from rlx.rollout.eval_stats import at_least
 from rlx.rollout.state import PoolState
 
 NORMAL, EASY, HARD = 0, 1, 2
 NAMES = ("normal", "easy", "hard")
 CHUNK = 4096  # examples looked at together when the next one of a pool is searched
-KEPT = 3  # epochs whose order is kept: each pool is at an epoch of its own
+ORDERS_KEPT = 3  # epochs whose order is kept: each pool is at an epoch of its own
 
 
 class ExampleSampler:
@@ -63,7 +64,8 @@ class ExampleSampler:
         if not self.pooled:
             return
         easy, hard = self.buffer.easy_threshold, self.buffer.hard_threshold
-        pool = EASY if easy is not None and reward >= easy else HARD if hard is not None and reward <= hard else NORMAL
+        is_easy = easy is not None and at_least(reward, easy)
+        pool = EASY if is_easy else HARD if hard is not None and at_least(hard, reward) else NORMAL
         self._counts[self._pool[place]] -= 1
         self._counts[pool] += 1
         self._pool[place] = pool
@@ -96,7 +98,7 @@ class ExampleSampler:
             order = np.random.default_rng([self.seed, zlib.crc32(self.name.encode()), epoch]).permutation(self.size)
             if epoch == 0 and self._ranks is not None:
                 order = order[np.argsort(self._ranks[order], kind="stable")]
-            if len(self._orders) >= KEPT:
+            if len(self._orders) >= ORDERS_KEPT:
                 self._orders.pop(next(iter(self._orders)))
             self._orders[epoch] = order
         return self._orders[epoch]

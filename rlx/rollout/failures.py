@@ -18,12 +18,12 @@ from rlx.envs.errors import kind_of_text
 from rlx.paths import write_text
 from rlx.types import Rollout
 
-MOST = 200  # different causes that are counted by themselves; the rest are counted together by environment
+MAX_CAUSES = 200  # different causes that are counted by themselves; the rest are counted together by environment
 OTHERS = "other causes"
-SHOWN = 20  # causes in the file, the most frequent ones
+CAUSES_SHOWN = 20  # causes in the file, the most frequent ones
 WINDOW = 64  # rollouts of an environment whose share of failures counts, at least; with many in flight it is longer
-FIRST = 16  # the same until one rollout of it has succeeded: if each takes an hour to fail, 64 are days
-KEPT = 1 << 14  # ends of rollouts that are remembered for each environment
+MIN_FAILURES = 16  # the same until one rollout of it has succeeded: if each takes an hour to fail, 64 are days
+OUTCOMES_KEPT = 1 << 14  # ends of rollouts that are remembered for each environment
 
 
 class RolloutsFailed(RuntimeError):
@@ -34,20 +34,20 @@ class ErrorRate:
     """Ends a run when more than `most` (`orchestrator.max_error_rate`) of an environment's latest rollouts have failed; 1: never.
 
     A rollout has failed if it has no reward after all retries. Failures often come before successes and whole groups at a time, so the
-    rollouts in flight count as successes, and so does what lacks to WINDOW; as long as none has succeeded, to FIRST. Where a reward
-    function that raises scores 0 (`reward_raises=zero`), a policy may earn that, so only WINDOW rollouts in a row that raised or failed end
-    the run.
+    rollouts in flight count as successes, and so does what lacks to WINDOW; as long as none has succeeded, to MIN_FAILURES. Where a reward
+    function that raises scores 0 (`on_reward_error=zero`), a policy may earn that, so only WINDOW rollouts in a row that raised or failed
+    end the run.
     """
 
     def __init__(self, most: float) -> None:
         self.most = most
         self._ended: defaultdict[str, deque[tuple[bool, str]]] = defaultdict(
-            lambda: deque(maxlen=KEPT)
+            lambda: deque(maxlen=OUTCOMES_KEPT)
         )  # whether scored, and what went wrong
 
     def succeeded(self, env: str, count: int) -> None:
         """Count rollouts of an environment that earlier attempts have finished."""
-        self._ended[env].extend([(True, "")] * min(count, KEPT))
+        self._ended[env].extend([(True, "")] * min(count, OUTCOMES_KEPT))
 
     def add(self, env: str, rollouts: Iterable[Rollout], in_flight: Callable[[], int] = lambda: 0) -> None:
         """Count rollouts of an environment that have ended. `in_flight`: how many of them have not. Raises RolloutsFailed."""
@@ -63,7 +63,7 @@ class ErrorRate:
                 failed, wrong = [text for scored, text in latest if not scored], [text for _, text in latest if text]
                 if len(wrong) == len(latest) >= WINDOW + others:
                     failed = wrong
-                elif len(failed) <= self.most * (max(len(latest), WINDOW if len(failed) < len(latest) else FIRST) + others):
+                elif len(failed) <= self.most * (max(len(latest), WINDOW if len(failed) < len(latest) else MIN_FAILURES) + others):
                     continue
                 kinds = Counter(map(kind_of_text, failed))
                 often = [f"{count} × {next(t for t in failed if kind_of_text(t) == kind)}" for kind, count in kinds.most_common(3)]
@@ -88,7 +88,7 @@ class Failures:
                 continue
             env, what, text = rollout.task.env, RAISED if raised else rollout.stop, rollout.error or ""
             cause = (env, what, kind_of_text(text))
-            if cause not in self.causes and len(self.causes) >= MOST:
+            if cause not in self.causes and len(self.causes) >= MAX_CAUSES:
                 cause, text = (env, what, OTHERS), OTHERS
             self.causes[cause] += 1
             self.first.setdefault(cause, text)
@@ -97,7 +97,7 @@ class Failures:
         """Write the counts, if anything failed."""
         causes = [
             {"env": cause[0], "what": cause[1], "count": count, "first": self.first[cause]}
-            for cause, count in self.causes.most_common(SHOWN)
+            for cause, count in self.causes.most_common(CAUSES_SHOWN)
         ]
         if causes:
             write_text(path, json.dumps({"causes": causes}, indent=1) + "\n")

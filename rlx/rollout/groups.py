@@ -20,27 +20,27 @@ import numpy as np
 
 from rlx.envs.base import Environment
 from rlx.envs.errors import FailureLog
-from rlx.rollout.state import Tally
+from rlx.rollout.state import RolloutCounters
 from rlx.types import Rollout, Task
 
 log = logging.getLogger(__name__)
 
 TIMED_OUT = "timed_out"  # metric: 1 if the rollout ran out of time and counts with the reward 0 (`envs.NAME.on_timeout`)
 DIFFER = "tasks_differ"  # metric: 1 if the rollout is compared with others of its group that had another task
-LARGEST = (2 - 2**-23) * 2.0**127  # largest float32; advantages go to the trainer in float32
+MAX_FLOAT32 = (2 - 2**-23) * 2.0**127  # largest float32; advantages go to the trainer in float32
 
 
-def compared(rollouts: Sequence[Rollout]) -> list[list[int]]:
+def comparison_groups(rollouts: Sequence[Rollout]) -> list[list[int]]:
     """The parts of a group whose rewards are compared with each other, as places in it, in the order of their first rollouts."""
     parts: dict[str | None, list[int]] = {}
     for place, rollout in enumerate(rollouts):
-        parts.setdefault(rollout.compared, []).append(place)
+        parts.setdefault(rollout.baseline_key, []).append(place)
     return list(parts.values())
 
 
 def episodes(rollouts: Sequence[Rollout]) -> int:
     """How many members of a group these rollouts are of: an episode may give several."""
-    return len({one.member if one.episode is None else one.episode for one in rollouts})
+    return len({one.member if one.episode_index is None else one.episode_index for one in rollouts})
 
 
 class GroupFailed(Exception):
@@ -51,7 +51,7 @@ class GroupFailed(Exception):
         self.rollout = rollout
 
 
-async def play_through(
+async def play_with_outage_retry(
     env: Environment, task: Task, members: Sequence[int], attempt: int, away: Callable[[], float] = lambda: 0.0
 ) -> list[Rollout]:
     """`env.play`, repeated if a rollout timed out and no server took requests for some of its time.
@@ -82,8 +82,8 @@ async def play_with_retries(
     done: dict[int, list[Rollout]] = {}
     left = list(members)
     for attempt in range(max_retries + 1):
-        answered = await play_through(env, task, left, attempt, away)
-        played = [one for rollout in answered for one in (replace(rollout, others=()), *rollout.others)]
+        answered = await play_with_outage_retry(env, task, left, attempt, away)
+        played = [one for rollout in answered for one in (replace(rollout, siblings=()), *rollout.siblings)]
         compares = any(rollout.status == "cancelled" for rollout in played)
         rollouts = [judge(rollout, compares) for rollout in played]
         done |= {own[0].member: own for own in _by_member(rollouts)}
@@ -104,7 +104,7 @@ async def play_group(
     task: Task,
     size: int,
     max_retries: int,
-    tally: Tally,
+    tally: RolloutCounters,
     on_end: Callable[[Sequence[Rollout]], None] = lambda _: None,
     *,
     min_group: int = 2,
@@ -115,7 +115,8 @@ async def play_group(
     """The scored rollouts of `task`, by member: at most `size` of them, or more if several runs of an episode are trained.
 
     `on_end` is called with the last attempt's rollouts of each member when it has ended; one that failed for good has its `status`.
-    `min_group`: members that must have a score. `on_timeout`: see `settled`. `away`: see `play_through`. `failures`: where they are logged.
+    `min_group`: members that must have a score. `on_timeout`: see `settled`. `away`: see `play_with_outage_retry`. `failures`: where they
+    are logged.
 
     Where rewards compare the group, one request plays the whole group. Otherwise each member has its own request.
     Raises GroupFailed. No task is left running after a failure or a cancellation.
@@ -151,7 +152,7 @@ async def play_group(
             raise GroupFailed(next(one for rollouts in played for one in rollouts if one.status not in ("ok", "cancelled")))
         if len(whole) == len(scored):
             return _with_all(whole)
-        return [replace(rollout, member=member, episode=rollout.member) for member, rollout in enumerate(whole)]
+        return [replace(rollout, member=member, episode_index=rollout.member) for member, rollout in enumerate(whole)]
     except BaseException:
         for member in members:
             member.cancel()
@@ -160,13 +161,13 @@ async def play_group(
 
 
 def _with_all(rollouts: list[Rollout]) -> list[Rollout]:
-    """A whole group. If all of its rewards are compared although its episodes had different tasks (`Rollout.asked`), that is said."""
-    if not any(rollout.asked for rollout in rollouts):
+    """A whole group. If all of its rewards are compared although its episodes had different tasks (`Rollout.task_key`), that is said."""
+    if not any(rollout.task_key for rollout in rollouts):
         return rollouts
-    differ = len({rollout.asked for rollout in rollouts} - {None}) > 1
+    differ = len({rollout.task_key for rollout in rollouts} - {None}) > 1
     if differ:
         _say_different(rollouts[0].task.env)
-    return [replace(rollout, asked=None, metrics={**rollout.metrics, DIFFER: float(differ)}) for rollout in rollouts]
+    return [replace(rollout, task_key=None, metrics={**rollout.metrics, DIFFER: float(differ)}) for rollout in rollouts]
 
 
 @functools.cache
@@ -184,7 +185,7 @@ def _by_member(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
     return list(found.values())
 
 
-def _count(rollout: Rollout, tally: Tally) -> Rollout:
+def _count(rollout: Rollout, tally: RolloutCounters) -> Rollout:
     rollout = replace(rollout, arrival=tally.finished)
     tally.finished += 1
     tally.tokens += rollout.trace.num_sampled
@@ -207,7 +208,7 @@ def checked(rollout: Rollout) -> Rollout:
     if rollout.status != "ok":
         return rollout
     which = f"rollout {rollout.member} of group {rollout.task.index}"
-    if not abs(rollout.reward) <= LARGEST:  # also for NaN
+    if not abs(rollout.reward) <= MAX_FLOAT32:  # also for NaN
         error = f"the reward of {which} is {rollout.reward}; rewards must be finite in float32"
         return replace(rollout, status="error", stop="reward_not_finite", error=error)
     if not rollout.trace.has_tokens:

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 import msgspec
 import zstandard
 
-LONGEST = 256 << 20  # bytes of a line
+MAX_LINE_BYTES = 256 << 20  # bytes of a line
 
 
 def lines_of(path: Path) -> Iterator[bytes]:
@@ -23,11 +23,13 @@ def lines_of(path: Path) -> Iterator[bytes]:
     Raises ValueError if a compressed file is cut off: rlx writes them whole, so a part of it is missing.
     """
     rest = b""
+    if path.exists() and not path.is_file():
+        raise ValueError("it is no ordinary file")  # a pipe or a device, which is read for ever
     with path.open("rb") as file:
         for block in _decompressed(file) if path.suffix == ".zst" else iter(partial(file.read, 1 << 20), b""):
             *whole, rest = (rest + block).split(b"\n")
-            if any(len(line) > LONGEST for line in (*whole, rest)):
-                raise ValueError(f"it has a line of more than {LONGEST >> 20} MiB, and no rollout is that long")
+            if any(len(line) > MAX_LINE_BYTES for line in (*whole, rest)):
+                raise ValueError(f"it has a line of more than {MAX_LINE_BYTES >> 20} MiB, and no rollout is that long")
             yield from whole
 
 

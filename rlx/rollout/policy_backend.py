@@ -15,7 +15,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlx.config.evaluated import played
+from rlx.config.eval_envs import rollout_envs
 from rlx.config.schema import PlayRoot
 from rlx.config.schema_eval import PlayWithModel
 from rlx.envs.base import Local, sampling_of
@@ -200,7 +200,8 @@ async def connect_endpoint(
     key = os.environ.get(client.api_key_var, "") if client.api_key_var else NO_KEY
     endpoint = EndpointSpec(client.base_url, key, config.model.name, client.timeout, client.max_retries, dict(client.parameters))
     specs = {
-        name: PolicySpec(seed=config.seed, sampling=sampling_of(config, env), endpoints=[endpoint]) for name, env in played(config).items()
+        name: PolicySpec(seed=config.seed, sampling=sampling_of(config, env), endpoints=[endpoint])
+        for name, env in rollout_envs(config).items()
     }
     first = policy_of(next(iter(specs.values())), None, None)
     assert isinstance(first, OpenAIPolicy)

@@ -109,7 +109,7 @@ def _record(rollout: Rollout, advantage: float | None, tokens: bool) -> dict[str
         "group": task.index,
         "member": rollout.member,
         "agent": rollout.agent,  # that it trains; null: there is one
-        "compared": rollout.compared,  # its reward is compared with those of its group that have the same mark; null: with all
+        "compared": rollout.baseline_key,  # its reward is compared with those of its group that have the same mark; null: with all
         "prompt": rollout.prompt,
         "completion": rollout.completion,
         "answer": task.row.get("answer"),

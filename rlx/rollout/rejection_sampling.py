@@ -23,6 +23,7 @@ from typing import Any
 from rlx.config.schema_synthesize import SelectionConfig
 from rlx.policy.sampling_params import raw_text
 from rlx.rollout.eval_results import Outcome
+from rlx.rollout.eval_stats import at_least
 from rlx.trace import Branch, Node, Trace, TraceBuilder
 
 FAILED, TRUNCATED, EMPTY = "failed", "truncated", "nothing said"
@@ -88,7 +89,7 @@ def _transcript(trace: Trace, branch: Branch) -> Transcript:
 
 
 def select(candidates: Iterable[Candidate], keys: SelectionConfig, seed: int) -> tuple[list[Candidate], Counter[str]]:
-    """(the rollouts to keep in the order of the file, number of those dropped by cause). `seed` decides for `prefer=random` only."""
+    """(the rollouts to keep in the order of the file, number of those dropped by cause). `seed` decides for `select_by=random` only."""
     dropped: Counter[str] = Counter()
     seen: set[Any] = set()
     kept: list[Candidate] = []
@@ -96,7 +97,7 @@ def select(candidates: Iterable[Candidate], keys: SelectionConfig, seed: int) ->
     for example, members in itertools.groupby(ordered, key=lambda one: one.rollout.key[:2]):
         left: list[Candidate] = []
         hashes: list[Any] = []  # equal for duplicates
-        for one in sorted(members, key=lambda one: _preference(one.rollout, keys.prefer, seed)):
+        for one in sorted(members, key=lambda one: _preference(one.rollout, keys.select_by, seed)):
             this = content_hash(one.transcripts) if keys.duplicates == "all" else (example, content_hash(one.transcripts))
             cause = _cause(one, keys)
             if cause is None and keys.duplicates != "keep" and (this in seen or this in hashes):
@@ -106,7 +107,7 @@ def select(candidates: Iterable[Candidate], keys: SelectionConfig, seed: int) ->
                 hashes.append(this)
             else:
                 dropped[cause] += 1
-        if keys.per_example is not None and keys.exactly and len(left) < keys.per_example:
+        if keys.per_example is not None and keys.require_all and len(left) < keys.per_example:
             dropped[FEW] += len(left)
             continue
         dropped[SURPLUS] += len(left[keys.per_example :]) if keys.per_example is not None else 0
@@ -124,9 +125,9 @@ def _cause(one: Candidate, keys: SelectionConfig) -> str | None:
         return TRUNCATED
     if not one.transcripts or any(_has_empty_answer(each) for each in one.transcripts):
         return EMPTY
-    if keys.min_reward is not None and rollout.reward < keys.min_reward:
+    if keys.min_reward is not None and not at_least(rollout.reward, keys.min_reward):
         return LOW
-    if keys.max_reward is not None and rollout.reward > keys.max_reward:
+    if keys.max_reward is not None and not at_least(keys.max_reward, rollout.reward):
         return HIGH
     return None
 

@@ -23,9 +23,9 @@ from rlx.envs.load import check_chat, load_environments, load_tokenizer, wait_lo
 from rlx.heartbeat import Heartbeat
 from rlx.paths import RunPaths
 from rlx.policy.chat import Chat
+from rlx.polling import LEFT, Preempted
 from rlx.process import die_with_parent, end_at_once, keep_event_loop_free, set_cpu_threads, sigterm_is_a_notice
-from rlx.stacks import answer
-from rlx.waiting import LEFT, Preempted
+from rlx.stack_dump import answer
 
 C = TypeVar("C", bound=PlayRoot)
 

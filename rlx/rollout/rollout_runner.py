@@ -18,7 +18,7 @@ from rlx.rollout.failures import ErrorRate
 from rlx.rollout.groups import play_with_retries
 from rlx.types import Rollout, Task
 
-POLL = 0.2  # seconds between two looks at how many rollouts may be in flight
+POLL_SECONDS = 0.2  # seconds between two looks at how many rollouts may be in flight
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,7 +50,7 @@ class RolloutRunner:
         job is always run. `on_end`: called with each finished job and its rollouts, in the order of `Job.members`; those that failed for
         good have their last `status` and `error`.
         `check`: called with each rollout of each attempt; what it raises ends `run`.
-        `away`: see `play_through`. `errors`: ends `run` when too much fails; None: failures never do.
+        `away`: see `play_with_outage_retry`. `errors`: ends `run` when too much fails; None: failures never do.
         """
         self.envs, self.max_retries, self.errors = envs, max_retries, errors
         self.on_end, self.check, self.away = on_end, check, away
@@ -80,7 +80,7 @@ class RolloutRunner:
                     one.add_done_callback(end)
                     job = next(coming, None)
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(POLL):  # `wait_for` of Python 3.11 loses a cancellation that comes with the event
+                    async with asyncio.timeout(POLL_SECONDS):  # `wait_for` of Python 3.11 loses a cancellation that comes with the event
                         await one_ended.wait()
                 one_ended.clear()
                 errors = [one.exception() for one in ended]  # ask all, or asyncio complains about those that nobody asked

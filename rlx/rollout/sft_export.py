@@ -97,7 +97,7 @@ def export(config: SynthesizeRoot, paths: RunPaths) -> dict[str, Any]:
         },
         "examples": {"played": len({one.key[:2] for one in outcomes}), "kept": len({one.rollout.key[:2] for one in kept})},
         "reward": {"played": mean(rewards), "kept": mean([one.rollout.reward for one in kept])},
-        "asked": config.asked,  # for `rlx.runs.run.has_done`
+        "asked": config.output_options,  # for `rlx.runs.run.has_done`
         "environments": {
             name: {
                 "id": env.id,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlx.stacks import BLOCKED, main_thread, own_line, rollout_name, tasks_of
+from rlx.stack_dump import BLOCKED, main_thread, own_line, rollout_name, tasks_of
 from rlx.types import Task
 
 GROUPS = 5  # that are named, the oldest first
@@ -18,7 +18,7 @@ PLACES = 3  # lines of code that are named for each of them
 def explainer(
     in_flight: Callable[[], Sequence[tuple[Task, int, float]]], envs: Mapping[str, Any], loop: asyncio.AbstractEventLoop
 ) -> Callable[[], list[str]]:
-    """A function for `rlx.stacks.explain_with`. `in_flight`: task, members still playing and seconds of each group."""
+    """A function for `rlx.stack_dump.explain_with`. `in_flight`: task, members still playing and seconds of each group."""
 
     def explain() -> list[str]:
         tasks = tasks_of(loop, rollout_name(None))

@@ -45,7 +45,7 @@ class PlayedGroup:
 
 
 @dataclass(slots=True, kw_only=True)
-class Tally:
+class RolloutCounters:
     """Outcomes of all rollouts since the run began."""
 
     finished: int = 0  # rollouts that were played and scored
@@ -64,14 +64,14 @@ class Tally:
 class CollectorState:
     """A collector between two batches."""
 
-    taken: int  # batches returned
+    num_batches: int  # batches returned
     tasks: SamplerState
-    tally: Tally
+    tally: RolloutCounters
     finished: tuple[PlayedGroup, ...]  # in the order in which they began
     filtered: tuple[PlayedGroup, ...]
     missing: int  # groups that the next batch lacks: filtered and not replaced
-    begun: tuple[Task, ...]  # of the groups that were in flight; they are played again from their start
-    owed: tuple[str, ...]  # environments that get one more group, in place of one that failed or was filtered
+    in_flight: tuple[Task, ...]  # of the groups that were in flight; they are played again from their start
+    replacements: tuple[str, ...]  # environments that get one more group, in place of one that failed or was filtered
     durations: tuple[float, ...]  # seconds of the groups that finished most recently
 
 
@@ -79,7 +79,7 @@ class CollectorState:
 class OrchestratorState:
     """The orchestrator's part of a checkpoint."""
 
-    SCHEMA: ClassVar[str] = "rlx.OrchestratorState/6"
+    SCHEMA: ClassVar[str] = "rlx.OrchestratorState/7"
 
     collector: CollectorState
     advantage: Any = None  # `state_dict()` of an advantage that keeps state; else None

@@ -4,7 +4,7 @@
 
 The teacher scores whole samples; the trainer reads the numbers of sampled tokens (`teacher_logprobs`). The teacher of self-distillation
 reads the demonstration in the place of the prompt. A sample that was not scored in time is left out and counted, or ends the run
-(`teacher.unscored`): a batch never waits longer than `teacher.deadline`.
+(`teacher.on_timeout`): a batch never waits longer than `teacher.deadline`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from rlx.arrays import Float, Int
-from rlx.config.checks.objective import shown, taught
+from rlx.config.checks.objective import scored_by_teacher, self_distilled
 from rlx.config.objectives import loss_of
 from rlx.config.schema import Config
 from rlx.heartbeat import INTERVAL
@@ -73,10 +73,10 @@ class TeacherLogprobs:
         keys: dict[str, Any] = {name: getattr(t, name) for name in ("batch_size", "max_concurrent", "timeout", "deadline")}
         teachers: dict[str, TeacherClient] = {}
         async with AsyncExitStack() as stack:
-            if envs := taught(config):
+            if envs := scored_by_teacher(config):
                 other = await stack.enter_async_context(TeacherClient(t.base_url, model=t.model, api_key=t.api_key, **keys))
                 teachers |= dict.fromkeys(envs, other)
-            if envs := shown(config):
+            if envs := self_distilled(config):
                 itself = await stack.enter_async_context(TeacherClient([], own=own, version=version, adapter=adapter, **keys))
                 teachers |= dict.fromkeys(envs, itself)
             for teacher in dict.fromkeys(teachers.values()):
@@ -87,7 +87,7 @@ class TeacherLogprobs:
                 check.result()
             unread = frozenset(name for name in teachers if loss_of(config, name).get("mask_overlong"))
             strategy, keeps = config.orchestrator.trajectory_strategy, config.max_async_level + 2
-            scoring = cls(teachers, t.unscored, strategy=strategy, unread=unread, keeps=keeps)
+            scoring = cls(teachers, t.on_timeout, strategy=strategy, unread=unread, keeps=keeps)
             try:
                 yield scoring
             finally:
@@ -148,7 +148,7 @@ class TeacherLogprobs:
             raise TeacherError(
                 f"the teacher did not score {len(missing)} of {len(wanted)} samples of step {batch.step} in {deadline:g} s "
                 f"(teacher.deadline). The trouble: {'; '.join(trouble[-3:]) or 'none'}.\n"
-                "  fix: teacher.unscored=drop leaves such samples out"
+                "  fix: teacher.on_timeout=drop leaves such samples out"
             )
         values = {
             "teacher/unscored": float(len(missing)),

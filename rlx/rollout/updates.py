@@ -12,11 +12,11 @@ from collections.abc import Callable
 from rlx.inference.fleet import Fleet
 from rlx.inference.wire import WeightsGone
 from rlx.paths import RunPaths
+from rlx.polling import Pause
 from rlx.rollout.evaluate import Evaluations
-from rlx.waiting import Pause
 from rlx.weights.subscribe import Subscriber
 
-POLL = 0.01  # seconds between the first checks for a new version
+POLL_SECONDS = 0.01  # seconds between the first checks for a new version
 
 
 class WeightUpdates:
@@ -39,7 +39,7 @@ class WeightUpdates:
 
     async def reach(self, version: int) -> None:
         """Returns when the servers have `version` or a newer one. Raises the fleet's errors."""
-        pause, deadline, offered = Pause(POLL), math.inf, -1
+        pause, deadline, offered = Pause(POLL_SECONDS), math.inf, -1
         while self.version < version:
             newest = self.published.latest()
             if newest is None or newest.version < version:

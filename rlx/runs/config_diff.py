@@ -9,8 +9,8 @@ from typing import Any
 
 from rlx.config.roots import ROOTS, root_of
 from rlx.config.schema import CommandConfig
-from rlx.config.secret import hidden
-from rlx.config.tree import secret_keys
+from rlx.config.secret import redacted
+from rlx.config.validate import secret_keys
 
 NOT_COMPARED = ("run", "dry_run", "clean", "resume")  # keys that do not change what a run computes
 # Keys that may change when a run resumes in its own directory: how long, where and how it is observed, but not what it learns.
@@ -44,7 +44,7 @@ def differing(there: Any, here: Any, free: tuple[str, ...] = (), between: str = 
 
 def changed_keys(before: CommandConfig, cfg: CommandConfig) -> list[str]:
     """What resuming with `cfg` changes: `max_steps: 40 → 100`."""
-    return list(differing(asdict(before), asdict(hidden(cfg)), NOT_COMPARED, between="→"))
+    return list(differing(asdict(before), asdict(redacted(cfg)), NOT_COMPARED, between="→"))
 
 
 def change_note(root: Path, changed: list[str]) -> str:
@@ -59,4 +59,4 @@ def differences(before: CommandConfig, cfg: CommandConfig) -> list[str]:
     """The keys in which a run's configuration differs from `cfg` and that may not change when it resumes. Secrets are not compared."""
     if type(before) is not type(cfg):
         return [f"it is a directory of rlx {root_of(before).command}"]
-    return list(differing(asdict(before), asdict(hidden(cfg)), (*MAY_CHANGE, *cfg.may_change)))
+    return list(differing(asdict(before), asdict(redacted(cfg)), (*MAY_CHANGE, *cfg.may_change)))

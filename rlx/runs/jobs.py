@@ -16,7 +16,7 @@ from typing import Any
 from rlx.checkpoints.folders import steps
 from rlx.config.schema import CommandConfig
 from rlx.paths import RunPaths, write_text
-from rlx.runs.outside import outside
+from rlx.runs.host_commands import outside
 
 TIMEOUT = 10.0  # seconds to wait for an answer of the controller
 GONE = "unknown to SLURM"  # state of a job that SLURM does not list

@@ -10,25 +10,27 @@ from pathlib import Path
 from rlx.config.errors import ConfigError
 from rlx.config.load import load_command
 from rlx.config.schema import Config, RunConfig
-from rlx.config.shared import differing
+from rlx.config.shared_trainer import differing
+from rlx.invocation import program
 from rlx.paths import MEMBER, RunPaths
+from rlx.polling import WaitTimeout, wait_for
 from rlx.runs.rewind import say
 from rlx.runs.status import FINAL, read_status
-from rlx.shared.membership import answered, is_present
-from rlx.started import program
-from rlx.waiting import WaitTimeout, wait_for
+from rlx.shared.membership import is_present, response_of
 
-START = 60.0  # seconds to wait for a shared trainer that is starting
+START_SECONDS = 60.0  # seconds to wait for a shared trainer that is starting
 LET_GO = 3600.0  # seconds to wait for one that is in the middle of a step
 
 
 def member_of(cfg: Config, directory: Path | None) -> Config:
-    """The configuration with `run.name`, `run.dir` and an absolute `trainer.shared`: the directory is `run_NAME` in the trainer's.
+    """The configuration with `run.name`, `run.dir` and an absolute `trainer.shared_trainer_dir`.
+
+    The directory is `run_NAME` in the trainer's.
 
     `directory`: the one that the user gave. Raises ConfigError if it is another, or if there is no name.
     """
-    assert cfg.trainer.shared is not None
-    host = Path(cfg.trainer.shared).expanduser().absolute()
+    assert cfg.trainer.shared_trainer_dir is not None
+    host = Path(cfg.trainer.shared_trainer_dir).expanduser().absolute()
     if directory is not None and (directory.parent.resolve() != host.resolve() or not directory.name.startswith(MEMBER)):
         raise ConfigError(
             f"run.dir={directory} is not the directory of a run of the shared trainer in {host}, which looks for {MEMBER}* there.\n"
@@ -41,7 +43,8 @@ def member_of(cfg: Config, directory: Path | None) -> Config:
             + (f" with run.dir={directory}" if directory is not None else "")
             + ".\n  fix: run.name=NAME"
         )
-    return replace(cfg, run=RunConfig(name=name, dir=str(RunPaths(host).member(name).root)), trainer=replace(cfg.trainer, shared=str(host)))
+    own = RunConfig(name=name, dir=str(RunPaths(host).member(name).root))
+    return replace(cfg, run=own, trainer=replace(cfg.trainer, shared_trainer_dir=str(host)))
 
 
 def members_in(directory: Path) -> list[str]:
@@ -50,31 +53,31 @@ def members_in(directory: Path) -> list[str]:
 
 
 def check_shared(cfg: Config) -> None:
-    """Raise ConfigError unless `trainer.shared` is a shared trainer that is alive and can train this run."""
-    assert cfg.trainer.shared is not None
-    root = Path(cfg.trainer.shared)
+    """Raise ConfigError unless `trainer.shared_trainer_dir` is a shared trainer that is alive and can train this run."""
+    assert cfg.trainer.shared_trainer_dir is not None
+    root = Path(cfg.trainer.shared_trainer_dir)
     if not (root / "config.yaml").is_file():
         raise ConfigError(
-            f"trainer.shared={root}: there is no shared trainer.\n"
+            f"trainer.shared_trainer_dir={root}: there is no shared trainer.\n"
             f"  fix: start one first: {program()} {shlex.quote(f'run.dir={root}')} "
             f"trainer.max_concurrent_runs=2 lora.rank={cfg.lora.rank} model.dtype={cfg.model.dtype}"
         )
     host = load_command(root, secrets=False)
-    if not isinstance(host, Config) or not host.hosts:
+    if not isinstance(host, Config) or not host.is_shared_trainer:
         raise ConfigError(
-            f"trainer.shared={root} is a run with a trainer of its own (trainer.max_concurrent_runs=null).\n"
+            f"trainer.shared_trainer_dir={root} is a run with a trainer of its own (trainer.max_concurrent_runs=null).\n"
             "  fix: name the directory of a shared trainer"
         )
     if problems := differing(host, cfg):
-        raise ConfigError([f"trainer.shared={root}: {problem}" for problem in problems])
+        raise ConfigError([f"trainer.shared_trainer_dir={root}: {problem}" for problem in problems])
     paths = RunPaths(root)
     status = read_status(paths)
     with contextlib.suppress(WaitTimeout):
         starts = status is not None and status.state not in FINAL
-        wait_for(lambda: is_present(paths), "the shared trainer", START if starts else 0.0)
+        wait_for(lambda: is_present(paths), "the shared trainer", START_SECONDS if starts else 0.0)
         return
     raise ConfigError(
-        f"trainer.shared={root}: the shared trainer is not alive, or still loads its model (its logs: {paths.latest_logs}).\n"
+        f"trainer.shared_trainer_dir={root}: the shared trainer is not alive, or still loads its model (its logs: {paths.latest_logs}).\n"
         f"  fix: start it again: {program()} --config-dir {shlex.quote(str(root))} --config-name config resume=latest"
     )
 
@@ -86,7 +89,7 @@ def wait_until_let_go(paths: RunPaths, host: RunPaths) -> None:
     """
 
     def free() -> bool:
-        said = answered(paths)
+        said = response_of(paths)
         return said is None or said.state != "in" or is_present(paths) or not is_present(host)
 
     if free():

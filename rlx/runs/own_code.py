@@ -10,6 +10,7 @@ Packages from an index are known by name and version (`packages`, `pythons`); th
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import hashlib
 import importlib.util
@@ -23,18 +24,19 @@ from typing import Any
 
 import xxhash
 
-from rlx.config.evaluated import environments
+from rlx.config.chat_format import TEMPLATES, template_path
+from rlx.config.eval_envs import environments
+from rlx.config.instantiate import all_nodes_of
 from rlx.config.pythons import python_of, shipped, sources_of
 from rlx.config.schema import CommandConfig
 from rlx.config.signatures import OWN_KINDS, READABLE, module_of
-from rlx.config.targets import all_nodes_of
 from rlx.paths import RunPaths
 
 FOLDER, OPTIONS = "code", "conf"
 KINDS = ("own", "options")
 Copy = Callable[[Path, Path], object]
 NO_OPTIONS: Mapping[str, Path] = MappingProxyType({})
-LARGEST = 32 << 20  # bytes of a package that are copied; a larger one is only hashed
+MAX_COPIED_BYTES = 32 << 20  # bytes of a package that are copied; a larger one is only hashed
 NOT_WRITTEN = {"__pycache__", ".git", ".venv"}
 INSTALLED = {"site-packages", "dist-packages"}
 
@@ -50,7 +52,7 @@ def record(paths: RunPaths, places: Iterable[tuple[str, Path, str]], copy: Copy 
         with contextlib.suppress(OSError):
             files = files_of(place)
             found[name]["code"] = digest_of(place.parent, files)
-            if copy is not None and sum(file.stat().st_size for file in files) <= LARGEST:
+            if copy is not None and sum(file.stat().st_size for file in files) <= MAX_COPIED_BYTES:
                 for file in files:
                     to = paths.root / target / file.relative_to(place)
                     to.parent.mkdir(parents=True, exist_ok=True)
@@ -72,17 +74,31 @@ def all_of(
 
 
 def modules(cfg: CommandConfig) -> Iterator[tuple[str, Path]]:
-    """Names and files, or folders, of the modules and packages."""
-    named = [str(node.get("_target_")) for node, _ in all_nodes_of(cfg).values()]
+    """Names and files, or folders, of the modules and packages, and of those of the user's that they import."""
+    found = dict(_named(cfg))
+    waiting = list(found.values())
+    for place in waiting:  # grows
+        for name in _imported(place):
+            if name not in found and (own := _place(name, beside=place.parent)) is not None:
+                found[name] = own
+                waiting.append(own)
+    yield from found.items()
+
+
+def _named(cfg: CommandConfig) -> Iterator[tuple[str, Path]]:
+    """What the configuration names."""
+    named = [target for node, _ in all_nodes_of(cfg).values() for target in _targets(node)]
     played = environments(cfg)
     named += [str(env.args["reward"]) for env in played.values() if env.id in OWN_KINDS and env.args.get("reward")]
     for name in dict.fromkeys(target.partition(".")[0] for target in named):
-        place = None if name in READABLE or name in sys.stdlib_module_names else _place(name)
-        if place is not None and not INSTALLED & {*place.parts}:
+        if (place := _place(name)) is not None:
             yield name, place
     for file in dict.fromkeys(part for env in played.values() for part in env.harness.command if is_file(part)):
         if not Path(file).is_relative_to("/usr") and Path(file).parent.name != "bin":  # an interpreter is no code of the user's
             yield Path(file).stem, Path(file).absolute()
+    template = template_path(cfg.model.chat_template or "")
+    if template.is_file() and template.parent != TEMPLATES:
+        yield template.name, template.absolute()
     for env in {env.id: env for env in played.values()}.values():
         module = module_of(env.id)
         if module.partition(".")[0] not in READABLE and shipped(module) is None:
@@ -91,19 +107,47 @@ def modules(cfg: CommandConfig) -> Iterator[tuple[str, Path]]:
                 yield module, place
 
 
+def _targets(value: Any) -> Iterator[str]:
+    """The targets of a node and of the nodes among its values."""
+    if isinstance(value, Mapping):
+        yield from [str(value["_target_"])] if "_target_" in value else []
+        for inner in value.values():
+            yield from _targets(inner)
+
+
+def _imported(place: Path) -> Iterator[str]:
+    """The top names of what the Python files of a module or package import, at whatever place."""
+    for file in () if INSTALLED & {*place.parts} else files_of(place):
+        nodes: Iterable[ast.AST] = ()
+        with contextlib.suppress(SyntaxError, ValueError, OSError):  # whoever imports it says so
+            nodes = ast.walk(ast.parse(file.read_bytes())) if file.suffix == ".py" else ()
+        for node in nodes:
+            if isinstance(node, ast.Import):
+                yield from (alias.name.partition(".")[0] for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                yield node.module.partition(".")[0]
+
+
 def is_file(part: str) -> bool:
     """Whether a part of a command names a file; it may be a whole script."""
     return len(part) < 256 and Path(part).is_file()
 
 
-def _place(module: str) -> Path | None:
+def _place(module: str, beside: Path | None = None) -> Path | None:
+    """The file or folder of a module of the user's: in the folder of the one that imports it, or where this Python finds it."""
+    if module in READABLE or module in sys.stdlib_module_names or shipped(module) is not None:
+        return None
+    for file in () if beside is None else (beside / f"{module}.py", beside / module / "__init__.py"):
+        if file.is_file():
+            return file if file.stem == module else file.parent
     try:
         spec = importlib.util.find_spec(module)
     except (ImportError, ValueError):
         return None
     if spec is None or not (spec.submodule_search_locations or spec.origin):
         return None
-    return Path(next(iter(spec.submodule_search_locations or [str(spec.origin)])))
+    place = Path(next(iter(spec.submodule_search_locations or [str(spec.origin)])))
+    return None if INSTALLED & {*place.parts} else place
 
 
 def files_of(place: Path) -> list[Path]:

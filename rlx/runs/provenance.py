@@ -5,6 +5,7 @@ Nothing here may stop a run: unknown facts are recorded as null.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
 import json
@@ -22,30 +23,36 @@ from pathlib import Path
 from typing import Any
 
 import rlx
-from rlx.config.evaluated import environments
+from rlx.config.eval_envs import environments
 from rlx.config.keys import HIDDEN
 from rlx.config.pythons import at as python_at
 from rlx.config.pythons import python_of
 from rlx.config.roots import root_of
 from rlx.config.schema import CommandConfig
-from rlx.config.secret import conceal, hide_lines, secrets_of
+from rlx.config.secret import redact, redact_lines, secrets_of
+from rlx.invocation import SOURCE
 from rlx.paths import RunPaths, write_text
 from rlx.process import TODAY, today
 from rlx.runs import own_code
-from rlx.started import SOURCE
 
+CODE_CHANGED = "code_changed.txt"  # a line for each module of the user's own that was another one in a later attempt
 PARTS = ("rlx", "environments")  # the folders there whose code runs
 DIFF = "uncommitted.diff"
 CODE = ("*.py", "*.yaml", "*.yml", "*.toml", "*.cfg", "*.ini", "*.sh", "*.jinja", "*.tpl", "Makefile", "Dockerfile")
 """The files whose uncommitted changes are kept. Notebooks, data and notes are nobody's record."""
 LIKE_A_SECRET = re.compile(
-    r"""(?imx) (\b\w*(?:api_?key|secret|passwd|password|_token)\b["']?\s*[:=]\s*["']) [\w./+-]{8,} (?=["'])  # a text
-    | (\b\w*(?:api_?key|passwd|password)\s*[:=]\s*) [\w./+-]{8,} (?=\s*(?:\#|$))  # in YAML or a shell
-    | (^[\s-]*\w*(?:secret|_token)\s*:\s*) [\w./+-]{8,} (?=\s*(?:\#|$))  # in YAML
-    | () \b(?:hf_|sk-|ghp_|github_pat_|xox[bp]-|AKIA)[\w-]{16,}  # by its prefix"""
+    r"""(?imx) (\b\w{0,40}(?:api_?key|access_?key|private_?key|secret|passw|_token)\w{0,40}["']?\]?[ \t]{0,9}[:=][ \t]{0,9}["'])
+        (?![$<\[{]) [^"'\s{}]{8,} (?=["'])
+    | (\b\w{0,40}(?:api_?key|access_?key|private_?key|passw)\w{0,40}[ \t]{0,9}[:=][ \t]{0,9})
+        [\w./+!@#%&*~-]{8,} (?=[ \t]{0,9}(?:\#|$))  # in YAML or a shell
+    | (^[ \t+-]{0,80}(?:export[ \t]{1,9})?\w{0,40}(?:secret|token)(?:[ \t]{0,9}:[ \t]{0,9}|=))
+        (?!\d{1,40}$) (?=\S*\d) [\w./+-]{8,} (?=[ \t]{0,9}(?:\#|$))  # alike
+    | (\bBearer[ \t]{1,9}) (?![$<{]) [^\s"'{}]{8,} | (://[^\s/:@"'{}]{1,80}:) (?![$<{]) [^\s"'/@{}]+ (?=@)  # in a header, in an address
+    | () \b(?:hf_|sk-|sk_live_|ghp_|github_pat_|glpat-|xox[bp]-|AKIA|AIza|eyJ[\w-]{8,}\.)[\w.-]{16,}  # by its prefix
+    | () -----BEGIN[ ][A-Z ]*PRIVATE[ ]KEY-----[^-]{1,9999}"""
 )
 LEAST = 8  # characters of a secret that is looked for in text
-SECRET = ("KEY", "TOKEN", "SECRET")  # environment variables with one of these in their name are not recorded
+SECRET = ("KEY", "TOKEN", "SECRET", "PASSW")  # environment variables with one of these in their name are not recorded
 
 
 def write_provenance(paths: RunPaths, cfg: CommandConfig, options: Mapping[str, Path], *, again: bool = False) -> None:
@@ -72,7 +79,7 @@ def write_provenance(paths: RunPaths, cfg: CommandConfig, options: Mapping[str, 
         own["options"] = own_code.newest(earlier).get("options", {})
     record: dict[str, Any] = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "command": hide_lines(sys.argv, cfg),
+        "command": redact_lines(sys.argv, cfg),
         "today": today().date().isoformat(),  # what templates see, in every attempt
         "cwd": os.getcwd(),
         "user": os.environ.get("USER"),
@@ -85,7 +92,7 @@ def write_provenance(paths: RunPaths, cfg: CommandConfig, options: Mapping[str, 
         "machine": machine(gpus=cfg.hardware.device != "cpu"),
         "seeds": {"run": cfg.seed} | ({"warm_start": cfg.model.warm_start.seed} if cfg.model.warm_start else {}),
         "environment": {
-            name: HIDDEN if any(secret in value for secret in secrets) else conceal(f"{name}={value}").removeprefix(f"{name}=")
+            name: HIDDEN if any(secret in value for secret in secrets) else redact(f"{name}={value}").removeprefix(f"{name}=")
             for name, value in sorted(os.environ.items())
             if name != api_key_var
             and (name.startswith("RLX_") or name == "CUDA_VISIBLE_DEVICES")
@@ -99,6 +106,17 @@ def write_provenance(paths: RunPaths, cfg: CommandConfig, options: Mapping[str, 
         return
     write_text(paths.reproduce, reproduce_script(root_of(cfg).command, source["commit"], list(secrets_of(cfg)), record["today"]))
     paths.reproduce.chmod(0o755)
+
+
+def note_changes(paths: RunPaths, cfg: CommandConfig) -> list[str]:
+    """Record the own code again if it has changed while the run waited, in a queue or between two attempts. Returns what has changed."""
+    changed: list[str] = []
+    with contextlib.suppress(OSError, ValueError):
+        if changed := own_code.changed(paths, cfg, {}):
+            write_provenance(paths, cfg, {}, again=True)
+            with (paths.root / CODE_CHANGED).open("a", encoding="utf-8") as file:
+                file.writelines(f"{line}\n" for line in changed)
+    return changed
 
 
 def begun_on(paths: RunPaths) -> dict[str, str]:
@@ -129,7 +147,7 @@ def _without_secrets(text: str, secrets: Sequence[str]) -> str:
     known = [value for name, value in os.environ.items() if any(word in name.upper() for word in SECRET) and len(value) >= LEAST]
     for value in sorted({*known, *secrets}, key=len, reverse=True):
         text = text.replace(value, HIDDEN)
-    return LIKE_A_SECRET.sub(lambda found: f"{found[1] or found[2] or found[3] or ''}{HIDDEN}", text)
+    return LIKE_A_SECRET.sub(lambda found: f"{''.join(filter(None, found.groups()))}{HIDDEN}", text)
 
 
 @functools.cache
@@ -232,6 +250,9 @@ if [ "$now" != "$recorded" ]; then
 fi
 if [ -d "$here/{own_code.FOLDER}" ]; then
     echo "reproduce: runs the copies of the run's own code in $here/{own_code.FOLDER}" >&2
+fi
+if [ -f "$here/{CODE_CHANGED}" ]; then
+    echo "reproduce: own code changed while the run went on ($here/{CODE_CHANGED}); the copies are those of its beginning" >&2
 fi
 if [ -f "$here/{DIFF}" ]; then
     echo "reproduce: the run used uncommitted changes, saved in $here/{DIFF}" >&2

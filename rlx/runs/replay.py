@@ -16,9 +16,9 @@ from typing import Any
 from rlx.config.errors import ConfigError
 from rlx.config.load import load_run
 from rlx.config.schema import Config
+from rlx.invocation import program
 from rlx.paths import RunPaths
 from rlx.runs.config_diff import flat
-from rlx.started import program
 
 WITHOUT_EFFECT = (
     "seed",

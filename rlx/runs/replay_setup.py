@@ -22,10 +22,10 @@ from rlx.config.rules import declared
 from rlx.config.schema import Config, LossTerms
 from rlx.config.secret import secrets_of
 from rlx.config.strangers import executing, is_mine, said
+from rlx.invocation import program
 from rlx.paths import write_text
 from rlx.runs.config_diff import flat
 from rlx.runs.run import Run
-from rlx.started import program
 from rlx.weights.files import versions
 
 MAY_DIFFER = ("loss", "ref")  # sections that change the gradient of a recorded batch at given weights
@@ -34,7 +34,7 @@ FLAGS = ("--config-dir", "--config-path")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Policy:
+class ReplayPolicy:
     """Where version `step` comes from: `Policy(model="/run/weights/step_12", step=12, checkpoint=None)`."""
 
     model: str  # a folder or a hub name
@@ -139,7 +139,7 @@ def _split(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
     return flags, lines
 
 
-def policy_of(run: Run, cfg: Config, other: Config, step: int) -> Policy:
+def policy_of(run: Run, cfg: Config, other: Config, step: int) -> ReplayPolicy:
     """Where the policy of `step` comes from. Raises ConfigError if it is gone, or the batch was not recorded."""
     paths, recorded = run.paths, run.recorded
     if step not in recorded:
@@ -157,15 +157,15 @@ def policy_of(run: Run, cfg: Config, other: Config, step: int) -> Policy:
     gone = initial is None or (Path(initial).is_absolute() and not Path(initial).is_dir())
     if gone and any(each.uses_reference and each.ref.name is None for each in (cfg, other)):
         raise ConfigError(f"the reference is the initial model, and that is gone: {initial}.\n  fix: name a copy of it with ref.name=")
-    if not follows and step in here and not cfg.lora.on:  # the version holds adapters alone
-        return Policy(model=str(paths.weights_of(step).absolute()), step=step, checkpoint=None, initial=initial)
+    if not follows and step in here and not cfg.lora.enabled:  # the version holds adapters alone
+        return ReplayPolicy(model=str(paths.weights_of(step).absolute()), step=step, checkpoint=None, initial=initial)
     # A checkpoint is loaded over a model of the same shape: the initial one, or any version.
-    shape = str(initial) if not gone else str(paths.weights_of(here[-1]).absolute()) if here and not cfg.lora.on else None
+    shape = str(initial) if not gone else str(paths.weights_of(here[-1]).absolute()) if here and not cfg.lora.enabled else None
     for at in sorted([each for each in folders.steps(paths) if each <= step], reverse=True):
         if shape is not None and set(range(at, step)) <= set(recorded):
-            return Policy(model=shape, step=at, checkpoint=(paths.checkpoint_of(at) / folders.TRAINER).absolute(), initial=initial)
+            return ReplayPolicy(model=shape, step=at, checkpoint=(paths.checkpoint_of(at) / folders.TRAINER).absolute(), initial=initial)
     if not gone and set(range(step)) <= set(recorded):
-        return Policy(model=str(initial), step=0, checkpoint=None, initial=initial)
+        return ReplayPolicy(model=str(initial), step=0, checkpoint=None, initial=initial)
     raise ConfigError(
         f"the policy of step {step} is gone: weights/ has versions {_listed(here)}; checkpoints/ has {_listed(folders.steps(paths))}; "
         f"recorded batches are {_listed(recorded)}.\n"

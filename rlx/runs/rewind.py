@@ -18,27 +18,23 @@ from rlx.checkpoints import folders
 from rlx.checkpoints.folders import NoCheckpoint, Start
 from rlx.checkpoints.forked import write_forked
 from rlx.config.errors import ConfigError
-from rlx.config.evaluated import is_due
+from rlx.config.eval_envs import is_due
 from rlx.config.load import load_command
+from rlx.config.run_config import is_fork
 from rlx.config.schema import CommandConfig, EvaluatedRun, TrainingRoot
 from rlx.heartbeat import INTERVAL
+from rlx.invocation import program
 from rlx.lock import FileLock
 from rlx.metrics import read_metrics
 from rlx.paths import RunPaths, atomic, step_of, write_text
 from rlx.runs import own_code
 from rlx.runs.config_diff import changed_keys
-from rlx.started import program
 from rlx.weights import tmpfs
 from rlx.weights.files import WeightsError, verify, versions
 
 LATEST = "latest"
 SIZES = ("hidden_size", "num_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "num_experts", "vocab_size")
 GLIMPSE = 0.2  # seconds: a role that is refused at the same time holds the lock for a moment, which does not mean that the run lives
-
-
-def is_fork(resume: str | None) -> bool:
-    """Whether `resume=` is the path of another run or its checkpoint."""
-    return resume is not None and resume != LATEST and not resume.isdecimal()
 
 
 def say(text: str) -> None:

@@ -30,7 +30,7 @@ _NO_ROLLOUT = (ValueError, TypeError, LookupError, AttributeError, msgspec.Msgsp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class RolloutFiles:
     """One file of rollouts."""
 
     path: Path
@@ -49,7 +49,9 @@ class Source:
         return stat.st_mtime_ns, stat.st_size
 
 
-class Row(msgspec.Struct, gc=False, rename={"example": "example_id", "tokens": "num_tokens", "turns": "num_turns", "rule": "left_out"}):
+class RolloutRow(
+    msgspec.Struct, gc=False, rename={"example": "example_id", "tokens": "num_tokens", "turns": "num_turns", "rule": "left_out"}
+):
     """What a list shows of a rollout, by the names of its columns and filters. None: the file does not say."""
 
     example: int
@@ -65,7 +67,7 @@ class Row(msgspec.Struct, gc=False, rename={"example": "example_id", "tokens": "
     versions: list[int] = []  # every policy version that sampled one of its tokens
     stop: str | None = None
     rule: str | None = None  # the filter that dropped it
-    source: Any = None  # its `Source`
+    source: Any = None  # its `RolloutFiles`
     line: Any = 0  # its number there
 
     def __post_init__(self) -> None:
@@ -97,7 +99,7 @@ class Row(msgspec.Struct, gc=False, rename={"example": "example_id", "tokens": "
 
     def record(self) -> dict[str, Any]:
         """The rollout by the names of `rlx.rollout.record`, and `step`, `set`. Raises ConfigError if its file is gone or was replaced."""
-        source: Source = self.source
+        source: RolloutFiles = self.source
         try:
             (line,) = islice(lines_of(source.path), self.line, self.line + 1)
             return {**record_of(line, source.env), "step": source.step, "set": source.set}
@@ -105,13 +107,13 @@ class Row(msgspec.Struct, gc=False, rename={"example": "example_id", "tokens": "
             raise ConfigError(f"{source.path} has changed since it was listed ({error}); read it again") from error
 
 
-def same_example(rows: Sequence[Row], row: Row) -> list[Row]:
+def same_example(rows: Sequence[RolloutRow], row: RolloutRow) -> list[RolloutRow]:
     """Rows of the same example of the same environment and set, by step and member."""
     same = [one for one in rows if (one.example, one.env, one.set) == (row.example, row.env, row.set)]
     return sorted(same, key=lambda one: (one.source.step, one.group or 0, one.member or 0))
 
 
-def sources_of(root: Path) -> list[Source]:
+def sources_of(root: Path) -> list[RolloutFiles]:
     """All files of rollouts of a run directory, of a folder with results, or the one file: training first, each by step.
 
     Raises ConfigError if there are none.
@@ -122,13 +124,15 @@ def sources_of(root: Path) -> list[Source]:
         if root.name == RESULTS and root.is_file():
             return _results([root], None)
         if root.is_file():
-            return [Source(path=root, set=TRAIN, step=_step(root), run=root.parent.parent if root.parent.name == "rollouts" else None)]
+            return [
+                RolloutFiles(path=root, set=TRAIN, step=_step(root), run=root.parent.parent if root.parent.name == "rollouts" else None)
+            ]
         if not root.is_dir():
             raise ConfigError(f"there is no directory {root}.\n  fix: name a run directory; rlx runs lists them")
         run = root if paths.config.is_file() else None
-        found = [Source(path=path, set=TRAIN, step=_step(path), run=root) for path in sorted(paths.rollouts.glob("step_*.jsonl.zst"))]
+        found = [RolloutFiles(path=path, set=TRAIN, step=_step(path), run=root) for path in sorted(paths.rollouts.glob("step_*.jsonl.zst"))]
         if paths.finished.is_file():
-            found.append(Source(path=paths.finished, set=SYNTHESIS, step=NONE, run=root))
+            found.append(RolloutFiles(path=paths.finished, set=SYNTHESIS, step=NONE, run=root))
         folder = paths.evaluations if paths.evaluations.is_dir() else root
         found += _results([path for depth in range(DEPTH + 1) for path in folder.glob("*/" * depth + RESULTS)], run)
     if not found:
@@ -137,13 +141,13 @@ def sources_of(root: Path) -> list[Source]:
     return found
 
 
-def _results(files: list[Path], run: Path | None) -> list[Source]:
+def _results(files: list[Path], run: Path | None) -> list[RolloutFiles]:
     """`step_20` and `step_9` sort as numbers."""
     several = len({_environment(path)[1] for path in files}) > 1
     found = []
     for path in sorted(files, key=lambda path: (path.parent.parent, _step(path.parent), path)):
         env, model = _environment(path)
-        found.append(Source(path=path, set=f"{EVAL} {model}" if several else EVAL, step=_step(path.parent), env=env, run=run))
+        found.append(RolloutFiles(path=path, set=f"{EVAL} {model}" if several else EVAL, step=_step(path.parent), env=env, run=run))
     return found
 
 
@@ -158,7 +162,7 @@ def _step(path: Path) -> int:
     return NONE if step is None else step
 
 
-def rows_of(source: Source) -> list[Row]:
+def rows_of(source: RolloutFiles) -> list[RolloutRow]:
     """The rows of one file. Raises ConfigError for a file that cannot be read, or has a line that is no rollout."""
     try:
         with may_read(source.path):
@@ -167,9 +171,9 @@ def rows_of(source: Source) -> list[Row]:
         raise ConfigError(f"{source.path} cannot be read: {error}") from error
 
 
-def _row(source: Source, number: int, line: bytes) -> Row:
+def _row(source: RolloutFiles, number: int, line: bytes) -> RolloutRow:
     try:
-        row = msgspec.convert(record_of(line, source.env), Row)
+        row = msgspec.convert(record_of(line, source.env), RolloutRow)
     except _NO_ROLLOUT as error:
         raise ValueError(f"line {number + 1} is no rollout: {error}") from error
     row.source, row.line = source, number
@@ -183,7 +187,7 @@ class Rollouts:
         """Raises ConfigError if there are none."""
         self.root = root
         # What is known of each file, with its stamp: its rows, or why it cannot be read.
-        self._files: dict[Path, tuple[tuple[int, int] | None, list[Row] | ConfigError]] = {}
+        self._files: dict[Path, tuple[tuple[int, int] | None, list[RolloutRow] | ConfigError]] = {}
         self.sources = sources_of(root)
 
     def look(self) -> bool:
@@ -213,14 +217,14 @@ class Rollouts:
         """What is wrong with files that cannot be read."""
         return [str(found) for found in self._found() if isinstance(found, ConfigError)]
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[RolloutRow]:
         """What is read so far."""
         return [row for found in self._found() if not isinstance(found, ConfigError) for row in found]
 
-    def _found(self) -> list[list[Row] | ConfigError]:
+    def _found(self) -> list[list[RolloutRow] | ConfigError]:
         return [self._files[source.path][1] for source in self.sources if source.path in self._files]
 
-    def whole(self) -> list[Row]:
+    def whole(self) -> list[RolloutRow]:
         """Everything that can be read. Raises ConfigError if no file can."""
         for _ in self.load():
             pass

@@ -2,7 +2,7 @@
 
 It writes nothing and takes no lock, so it cannot disturb a run. It also works on other users' runs and on half-made directories:
 missing files give `None` or an empty value, and unreadable files raise a ConfigError with the file's name. To write into a directory,
-use `rlx.runs.claim`.
+use `rlx.runs.run_dir`.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from rlx.config.roots import root_named
 from rlx.config.schema import CommandConfig
 from rlx.config.schema_eval import EvalRoot
 from rlx.config.schema_synthesize import SynthesizeRoot
-from rlx.descendants import start_time
+from rlx.config.yaml_files import parsed
 from rlx.metrics import read_metrics
 from rlx.paths import RunPaths, step_of
-from rlx.plan.record import ProcessSpec, read_plan
+from rlx.plan.process_spec import ProcessSpec, read_plan
+from rlx.process_tree import start_time
 from rlx.runs.history import History
 from rlx.runs.jobs import ENDED, GONE, job_of
 from rlx.runs.members import members_in
@@ -77,8 +78,7 @@ class Run:
         """The command that made the run: `train`, `sft`, `eval`, `synthesize`. Unlike `config`, also known of a run of another version."""
 
         def read(path: Path) -> str:
-            data = yaml.load(path.read_text(encoding="utf-8"), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-            return root_named(data.get("defaults") if isinstance(data, dict) else None).command
+            return root_named(parsed(path.read_text(encoding="utf-8")).get("defaults")).command
 
         return self._once("command", self.paths.config, read)
 
@@ -179,7 +179,7 @@ class Run:
                 return read(path) if path.exists() else None
         except FileNotFoundError:
             return None
-        except (ValueError, KeyError, TypeError, yaml.YAMLError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError, yaml.YAMLError) as error:
             if isinstance(error, ConfigError):
                 raise
             raise ConfigError(f"this version of rlx cannot read {path} ({type(error).__name__}: {error})") from error
@@ -232,7 +232,7 @@ def has_done(paths: RunPaths, status: Status | None, cfg: CommandConfig) -> bool
         done = {record["step"] for record, _ in read_metrics(paths.metrics) if record["source"] == "eval"}
         return bool(done) and (cfg.weights_dir is None or done.issuperset(cfg.versions))  # servers of others have any one version
     if isinstance(cfg, SynthesizeRoot):
-        return _written(paths, cfg) in (cfg.asked, cfg.asked | {"play": True})
+        return _written(paths, cfg) in (cfg.output_options, cfg.output_options | {"play": True})
     return status.max_steps >= cfg.total_steps
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from rlx.config.errors import ConfigError
-from rlx.runs.rollouts import Row
+from rlx.runs.rollouts import RolloutRow
 
 NUMBERS = ("step", "example", "group", "member", "reward", "advantage", "tokens", "turns", "version")
 TEXTS = ("env", "set", "stop", "status", "rule")
@@ -25,13 +25,13 @@ _CONDITION = re.compile(r"(!?)([a-z]+)(?:(<=|>=|!=|<|>|=|~)(.+))?")
 _ORDER = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
 
 
-def select(rows: Iterable[Row], text: str) -> list[Row]:
+def select(rows: Iterable[RolloutRow], text: str) -> list[RolloutRow]:
     """Rows that meet all conditions, in their order. Raises ConfigError for a condition that cannot be understood."""
     conditions = [_condition(part) for part in text.split()]
     return [row for row in rows if all(meets(row) for meets in conditions)]
 
 
-def _condition(condition: str) -> Callable[[Row], bool]:
+def _condition(condition: str) -> Callable[[RolloutRow], bool]:
     match = _CONDITION.fullmatch(condition)
     negated, name, sign, value = match.groups() if match else ("", "", None, "")
     meets: Callable[[Any], bool] | None = None
@@ -67,7 +67,7 @@ def _text(sign: str, value: str) -> Callable[[Any], bool] | None:
     return None if sign in _ORDER else lambda found: (found in value.split(",")) == (sign == "=")
 
 
-def sort(rows: Iterable[Row], by: str, descending: bool = False) -> list[Row]:
+def sort(rows: Iterable[RolloutRow], by: str, descending: bool = False) -> list[RolloutRow]:
     """The rows in the order of a column. Equal rows keep their order; rows without a value come last."""
     if by not in (*NUMBERS, *TEXTS, "error"):
         raise ConfigError(f"{by!r} is no column. Columns: {', '.join(SORTS)}")
@@ -76,12 +76,12 @@ def sort(rows: Iterable[Row], by: str, descending: bool = False) -> list[Row]:
     return sorted(known, key=operator.attrgetter(by), reverse=descending) + [row for row in rows if getattr(row, by) is None]
 
 
-def one_of_each(rows: list[Row]) -> list[Row]:
+def one_of_each(rows: list[RolloutRow]) -> list[RolloutRow]:
     """The rows with the first of every example first: members of one group often say the same."""
     first = {(row.set, row.env, row.example): id(row) for row in reversed(rows)}
     return sorted(rows, key=lambda row: first[row.set, row.env, row.example] != id(row))
 
 
-def newest_first(rows: Iterable[Row]) -> list[Row]:
+def newest_first(rows: Iterable[RolloutRow]) -> list[RolloutRow]:
     """The rows by step, the newest first."""
     return sort(rows, "step", descending=True)

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from rlx.paths import RunPaths, listed, write_text
+from rlx.polling import LEFT
 from rlx.process import FULL
-from rlx.waiting import LEFT
 
 FINAL = ("completed", "failed", "interrupted", "preempted")
 """Final states of an attempt. A preempted run starts again when SLURM restarts its job."""

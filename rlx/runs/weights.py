@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rlx.config.errors import ConfigError
-from rlx.config.inherited import find_weights
+from rlx.config.from_run import find_weights
 from rlx.config.schema_eval import EvalRoot, PlayWithModel
 from rlx.config.schema_synthesize import SynthesizeRoot
 from rlx.paths import RunPaths
@@ -69,13 +69,13 @@ def _check(cfg: PlayWithModel, folder: Path, wanted: Sequence[int | None]) -> No
         )
     for step in filter(None, wanted):
         file = folder / f"step_{step}" / ADAPTER_CONFIG
-        if file.is_file() and not cfg.lora.on:
+        if file.is_file() and not cfg.lora.enabled:
             rank = json.loads(file.read_text()).get("r")
             raise ConfigError(f"{file.parent} holds adapters, but lora.rank is not set.\n  fix: lora.rank={rank}, with their model")
-        if not file.is_file() and cfg.lora.on:
+        if not file.is_file() and cfg.lora.enabled:
             raise ConfigError(f"{file.parent} holds a whole model, but lora.rank={cfg.lora.rank} expects adapters.\n  fix: lora.rank=null")
-    if (cfg.lora.on or 0 in wanted) and run is not None and not _is_there(RunPaths(run).initial_model):
-        needs = "its weights are adapters for it" if cfg.lora.on else "it is version 0"
+    if (cfg.lora.enabled or 0 in wanted) and run is not None and not _is_there(RunPaths(run).initial_model):
+        needs = "its weights are adapters for it" if cfg.lora.enabled else "it is version 0"
         raise ConfigError(f"the initial model of {run} is gone, and {needs}.\n  fix: restore that model's folder, or name other steps")
 
 

@@ -15,7 +15,7 @@ from rlx.checkpoints.folders import TRAINER, read_start
 from rlx.checkpoints.trainer import CheckpointFailed, Checkpoints
 from rlx.config.load import load_run
 from rlx.config.schema import Config, OptimTerms, split_terms
-from rlx.config.shared import differing
+from rlx.config.shared_trainer import differing
 from rlx.data.source import OrchestratorSource
 from rlx.metrics import MetricsWriter
 from rlx.models.load import DTYPES, check_length
@@ -24,7 +24,7 @@ from rlx.models.policy import PolicyModel
 from rlx.models.slots import Slot
 from rlx.parallel.mesh import Mesh
 from rlx.paths import RunPaths, listed, write_text
-from rlx.shared.membership import PutOut, asked_with, is_present
+from rlx.shared.membership import EvictedError, is_present, request_token
 from rlx.train.build import losses_of, optimizer_of, served
 from rlx.train.checkpoint import load
 from rlx.train.reference import Reference
@@ -38,7 +38,7 @@ from rlx.weights.publish import Publisher, PublishFailed
 log = logging.getLogger("rlx.trainer")
 
 
-class Member:
+class HostedRun:
     """A run in a slot. Every rank makes the same calls."""
 
     def __init__(
@@ -94,23 +94,26 @@ class Member:
             write_text(paths.initial_model, f"{source}\n")
             return ModelFiles.of_adapters(peft_config(model.hf, cfg.lora, source), fetch(source, None))
 
-        static = mesh.agreed(begin)
+        static = mesh.run_on_all_or_raise(begin)
         self.publisher = Publisher(view, mesh, paths, static, DTYPES[cfg.model.dtype])
         self.checkpoints = Checkpoints.of(cfg, paths, self.trainer, self.still_there)
         self.hurried = False  # True: an orchestrator that may hang must not hold up the other runs while this one leaves
-        self.checkpoints.patient = False  # an orchestrator that is slow to add its part must not hold up the other runs
+        self.checkpoints.wait_for_orchestrator = False  # an orchestrator that is slow to add its part must not hold up the other runs
         if self.step:
             self.publisher.ensure(self.step)
         else:
             self.publisher.publish(0)  # as an adapter: a server must not compute the base model and adapters in one batch
 
     def still_there(self) -> None:
-        """Called while rank 0 waits for the orchestrator's part of a checkpoint. Raises PutOut if it is gone, or must not be waited for."""
+        """Called while rank 0 waits for the orchestrator's part of a checkpoint. Raises EvictedError if it is gone.
+
+        The same where it must not be waited for.
+        """
         self.tick()
         if self.hurried:
-            raise PutOut("its orchestrator has not added its part of the checkpoint")
+            raise EvictedError("its orchestrator has not added its part of the checkpoint")
         if why := self.gone():
-            raise PutOut(why)
+            raise EvictedError(why)
 
     def gone(self) -> str | None:
         """On rank 0: why the orchestrator that asked is gone; None if it is alive.
@@ -119,7 +122,7 @@ class Member:
         """
         if not is_present(self.paths):
             return "its orchestrator has ended"
-        return "it was started again" if asked_with(self.paths) != self.token else None
+        return "it was started again" if request_token(self.paths) != self.token else None
 
     @property
     def name(self) -> str:
@@ -168,16 +171,16 @@ class Member:
 
         `values`: the run's metrics. `common`: those of the whole common step. `started`: `time.perf_counter()` when it began. In the order
         of `rlx.roles.trainer`: the version appears after its metrics. Raises PublishFailed, CheckpointFailed, or RankLost if rank 0
-        has failed. Raises PutOut if the orchestrator is gone: the run's next attempt makes this step again, and may have begun.
+        has failed. Raises EvictedError if the orchestrator is gone: the run's next attempt makes this step again, and may have begun.
         """
-        gone = self.mesh.agreed(lambda: self.gone() if self.mesh.first else None)
+        gone = self.mesh.run_on_all_or_raise(lambda: self.gone() if self.mesh.first else None)
         if self.mesh.any(gone is not None):
-            raise PutOut(gone or "its orchestrator is gone")
+            raise EvictedError(gone or "its orchestrator is gone")
         step, version = self.step, self.step + 1
         self.summary.after_step(step)
         seconds = values["time/forward_backward"] + values["time/optimizer"]
         began = time.perf_counter()
-        self.mesh.agreed(self.publisher.wait)
+        self.mesh.run_on_all_or_raise(self.publisher.wait)
         self.publisher.gather(version)
         ended = time.perf_counter()
 
@@ -188,7 +191,7 @@ class Member:
                 self.metrics.write(step, values | common | times | {"perf/compute_frac": seconds / (ended - self.since)})
                 self.publisher.announce(version, keep_last=self.cfg.versions_kept, protect=self.checkpoints.protected())
 
-        self.mesh.agreed(tell)
+        self.mesh.run_on_all_or_raise(tell)
         log.info("%s: step %d: loss %.4f, gradient norm %.3f", self.name, step, values["loss/total"], values["optim/grad_norm"])
         self.step, self.since = version, time.perf_counter()
         if self.checkpoints.due(version):
@@ -197,7 +200,7 @@ class Member:
 
     def save(self) -> None:
         """Write a checkpoint, after its version is completely on the disk."""
-        self.mesh.agreed(self.publisher.wait)
+        self.mesh.run_on_all_or_raise(self.publisher.wait)
         self.checkpoints.save(self.step)
 
     def close(self) -> None:

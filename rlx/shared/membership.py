@@ -1,4 +1,4 @@
-"""How a run and a shared trainer find each other, by files in their directories (docs/many_runs.md).
+"""How a run and a shared trainer find each other, by files in their directories (docs/lora.md).
 
     orchestrator   locks `membership/present`, writes `membership/asks.json` {token}                        a new token in every attempt
     trainer        sees it in `run_*`, loads the run into a slot, writes `membership/answer.json` {token, state, why}
@@ -27,18 +27,18 @@ from rlx.paths import MEMBER, RunPaths, listed, listed_with_folder, write_text
 log = logging.getLogger(__name__)
 
 PRESENT, ASKS, ANSWER = "present", "asks.json", "answer.json"  # in the directory's `membership/`
-LOOK = 0.5  # seconds between two looks at the other end
+POLL_SECONDS = 0.5  # seconds between two looks at the other end
 TAKE = 5.0  # seconds to wait for one's own lock: the other end holds it for a moment when it looks
 
 State = Literal["in", "out", "done"]
 
 
-class PutOut(RuntimeError):
+class EvictedError(RuntimeError):
     """The shared trainer does not train this run any more. The message says why and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class JoinResponse:
     """What the trainer says to the run that asked with `token`."""
 
     token: str
@@ -46,7 +46,7 @@ class Answer:
     why: str = ""
 
 
-class Presence:
+class LivenessLock:
     """A lock that shows that this process is alive."""
 
     def __init__(self, paths: RunPaths) -> None:
@@ -74,68 +74,68 @@ def is_present(paths: RunPaths) -> bool:
         lock.close()
 
 
-def asking(host: RunPaths) -> Iterator[tuple[RunPaths, str]]:
+def pending_requests(host: RunPaths) -> Iterator[tuple[RunPaths, str]]:
     """The runs in a shared trainer's directory that have asked to be trained, by name, with their tokens; also answered ones."""
     for folder in sorted(host.root.glob(f"{MEMBER}*")):
         paths = RunPaths(folder)
         try:
-            token = asked_with(paths) if folder.is_dir() else None
+            token = request_token(paths) if folder.is_dir() else None
         except OSError:  # the folder of another user
             continue
         if token is not None:
             yield paths, token
 
 
-def asked_with(paths: RunPaths) -> str | None:
+def request_token(paths: RunPaths) -> str | None:
     """The token of the newest request in a run's directory; None without one."""
     record = _read(paths.membership / ASKS)
     return None if record is None else str(record["token"])
 
 
-def answer(paths: RunPaths, token: str, state: State, why: str = "") -> None:
+def respond(paths: RunPaths, token: str, state: State, why: str = "") -> None:
     """The trainer's answer. A run whose directory was deleted, or cannot be written, gets none."""
     try:
         if listed(paths.membership):
-            write_text(paths.membership / ANSWER, json.dumps(asdict(Answer(token, state, why))) + "\n")
+            write_text(paths.membership / ANSWER, json.dumps(asdict(JoinResponse(token, state, why))) + "\n")
     except OSError as error:  # it concerns this run alone
         log.warning("%s gets no answer (%s): %s", paths.root, why or state, error)
 
 
-def answered(paths: RunPaths) -> Answer | None:
+def response_of(paths: RunPaths) -> JoinResponse | None:
     """The last answer in a run's directory, of any attempt."""
     record = _read(paths.membership / ANSWER)
-    return None if record is None else Answer(**record)
+    return None if record is None else JoinResponse(**record)
 
 
-class Member:
+class TrainerClient:
     """The orchestrator's end."""
 
     def __init__(self, paths: RunPaths, host: Path) -> None:
         """Ask the trainer in the directory `host`."""
         self.paths, self.host = paths, RunPaths(host)
-        self.presence = Presence(paths)
+        self.presence = LivenessLock(paths)
         self.token = secrets.token_hex(8)
         write_text(paths.membership / ASKS, json.dumps({"token": self.token}) + "\n")
 
     def wait(self, tick: Callable[[], None]) -> None:
-        """Return once the trainer has a slot for the run and its initial model is known. Raises PutOut.
+        """Return once the trainer has a slot for the run and its initial model is known. Raises EvictedError.
 
         It may be loading its model or in a long step. If it hangs, its own supervisor ends it, and that ends the wait.
         """
         while not self.check():
             tick()
-            time.sleep(LOOK / 5)
+            time.sleep(POLL_SECONDS / 5)
 
     def check(self) -> bool:
-        """Whether the run is being trained, or is done. Raises PutOut if the trainer put it out, or is gone."""
-        found = answered(self.paths)
+        """Whether the run is being trained, or is done. Raises EvictedError if the trainer put it out, or is gone."""
+        found = response_of(self.paths)
         if found is not None and found.token == self.token:
             if found.state == "out":
-                raise PutOut(f"the shared trainer in {self.host.root} does not train this run: {found.why}")
+                raise EvictedError(f"the shared trainer in {self.host.root} does not train this run: {found.why}")
             if found.state == "done":
                 return True
         if not is_present(self.host):
-            raise PutOut(
+            raise EvictedError(
                 f"the shared trainer in {self.host.root} has ended (its logs: {self.host.latest_logs}). Start it again, then go on with "
                 "this run: resume=latest"
             )
@@ -143,14 +143,14 @@ class Member:
 
     async def ended(self) -> None:
         """Return when the trainer has let the run go, with its last checkpoint complete. `stay` raises if it is put out instead."""
-        while (found := await asyncio.to_thread(answered, self.paths)) is None or (found.token, found.state) != (self.token, "done"):
-            await asyncio.sleep(LOOK)
+        while (found := await asyncio.to_thread(response_of, self.paths)) is None or (found.token, found.state) != (self.token, "done"):
+            await asyncio.sleep(POLL_SECONDS)
 
     async def stay(self) -> None:
-        """Runs for ever. Raises PutOut as `check` does."""
+        """Runs for ever. Raises EvictedError as `check` does."""
         while True:
             await asyncio.to_thread(self.check)
-            await asyncio.sleep(LOOK)
+            await asyncio.sleep(POLL_SECONDS)
 
 
 def _read(path: Path) -> dict[str, Any] | None:

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from rlx.config.declared import declared_in
+from rlx.config.instantiate import instantiate
+from rlx.config.loss_traits import declared_in
 from rlx.config.objectives import trained_by
 from rlx.config.sampling import biases
 from rlx.config.schema import Config, LossTerms, OptimTerms, PlayRoot, TrainingRoot, split_terms
-from rlx.config.targets import instantiate
 from rlx.losses.base import Objective
 from rlx.losses.mix import LossMix
 from rlx.models.load import load_policy
@@ -40,7 +40,7 @@ def build(
     `resumes`: a checkpoint is loaded afterwards, so the initial weights need not be read. `working` is entered around each load, which may
     take minutes, with the name of the phase.
     """
-    lora = cfg.lora if cfg.lora.on else None
+    lora = cfg.lora if cfg.lora.enabled else None
     if cfg.uses_reference and cfg.ref.name is not None and mesh.first:  # its error ends the run, before the policy is loaded
         check_tokenizers(source, cfg.ref.name, trust_remote_code=cfg.model.trust_remote_code)
     model = policy_of(cfg, source, mesh, working, resumes=resumes)
@@ -81,7 +81,7 @@ def policy_of(
     cfg: TrainingRoot, source: str, mesh: Mesh, working: Callable[[str], AbstractContextManager[None]], *, resumes: bool = False
 ) -> PolicyModel:
     """The model that is trained; of a shared trainer with an adapter for each run. For the arguments see `build`."""
-    master, lora, slots = cfg.trainer.optimization_dtype, cfg.lora if cfg.lora.on else None, cfg.trainer.max_concurrent_runs
+    master, lora, slots = cfg.trainer.optimization_dtype, cfg.lora if cfg.lora.enabled else None, cfg.trainer.max_concurrent_runs
     trained: dict[str, Any] = {"ac": cfg.trainer.ac, "ac_offloading": cfg.trainer.ac_offloading, "lora": lora, "slots": slots}
     trained["served"] = served(cfg)
     with working("loading the model"):
@@ -117,7 +117,7 @@ def _loading(cfg: TrainingRoot) -> dict[str, Any]:
 
 def served(cfg: TrainingRoot) -> int | None:
     """The context of the servers that the run starts; None if it starts none."""
-    return cfg.max_model_len if isinstance(cfg, PlayRoot) and cfg.num_servers else None
+    return cfg.max_model_len if isinstance(cfg, PlayRoot) and cfg.started_servers else None
 
 
 def losses_of(cfg: TrainingRoot) -> LossMix:

@@ -44,7 +44,7 @@ METADATA = ".metadata"
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class TrainerProgress:
     """The progress of training."""
 
     step: int  # training steps done: the policy's version
@@ -123,18 +123,18 @@ class Saver:
         self._stager = DefaultStager(options) if in_background else None
         self._group = trainer.mesh.background_group() if in_background else None
 
-    def save(self, folder: Path, progress: Progress) -> Saving:
+    def save(self, folder: Path, progress: TrainerProgress) -> Saving:
         """Write the state into `folder`, which must be empty or absent: in the background if so configured, otherwise before returning."""
         state = _state_of(self.trainer, progress)
         # In the background, DCP's loader for devices would wait for the training's work; the stager has copied everything.
         writer = Writer(folder, self._digest, **({} if self._stager is None else {"per_thread_copy_ahead": 0}))
         if self._stager is None:
             with _plain_errors(self.mesh):
-                dcp.save(state, storage_writer=writer, no_dist=not self.mesh.grouped)
+                dcp.save(state, storage_writer=writer, no_dist=not self.mesh.is_distributed)
             return Saving(writer, self.mesh)
         self.mesh.synchronize()  # the stager copies on its own stream, which does not wait for the optimizer's
         response: Any = dcp.async_save(
-            state, storage_writer=writer, async_stager=self._stager, process_group=self._group, no_dist=not self.mesh.grouped
+            state, storage_writer=writer, async_stager=self._stager, process_group=self._group, no_dist=not self.mesh.is_distributed
         )
         return Saving(writer, self.mesh, response.staging_completion, response.upload_completion)
 
@@ -146,7 +146,7 @@ class Saver:
             self.mesh.end_background(group)
 
 
-def load(folder: Path, trainer: PolicyTrainer, *, alone: bool = True) -> Progress:
+def load(folder: Path, trainer: PolicyTrainer, *, alone: bool = True) -> TrainerProgress:
     """Load the state in `folder` into a trainer of the same model and optimizer, on any number of ranks. Every rank calls this.
 
     Random states are restored if the number of ranks is the same and the trainer is `alone`. If no reference was saved, it never moved, so
@@ -158,7 +158,7 @@ def load(folder: Path, trainer: PolicyTrainer, *, alone: bool = True) -> Progres
     """
     reader = Reader(folder)
     stored = reader.read_metadata().state_dict_metadata
-    state = _state_of(trainer, Progress(0, 0))
+    state = _state_of(trainer, TrainerProgress(0, 0))
     stateless = _without_state(state, stored)
     moved = any(name.startswith("reference.") for name in stored)
     reference = trainer.reference
@@ -178,7 +178,7 @@ def load(folder: Path, trainer: PolicyTrainer, *, alone: bool = True) -> Progres
         state["random"] = {}
     try:
         with _plain_errors(mesh):
-            dcp.load(state, storage_reader=reader, planner=Planner(), no_dist=not mesh.grouped)
+            dcp.load(state, storage_reader=reader, planner=Planner(), no_dist=not mesh.is_distributed)
     except (RuntimeError, ValueError, KeyError) as error:
         raise ValueError(
             f"the checkpoint {folder} does not fit this model and optimizer: {error}. "
@@ -195,7 +195,7 @@ def load(folder: Path, trainer: PolicyTrainer, *, alone: bool = True) -> Progres
         trainer.optimizer.state.pop(parameters[name], None)
     for packed in state["random"].values():
         _set_random_state(packed)
-    progress = Progress(**state["progress"])
+    progress = TrainerProgress(**state["progress"])
     trainer.updates = progress.updates
     told_by = "digest" if state["base"].get("dtype") == trainer.model.base.get("dtype") else "name"  # rounded weights have another digest
     if state["base"].get(told_by) != trainer.model.base.get(told_by):
@@ -224,7 +224,7 @@ def _without_state(state: dict[str, Any], stored: Mapping[str, Any]) -> list[str
     return found
 
 
-def _state_of(trainer: PolicyTrainer, progress: Progress) -> dict[str, Any]:
+def _state_of(trainer: PolicyTrainer, progress: TrainerProgress) -> dict[str, Any]:
     """The tensors themselves, not copies, because loading writes into them. Creates the state of an optimizer that has made no step yet."""
     fresh = not trainer.optimizer.state
     optimizer = get_optimizer_state_dict(trainer.model, trainer.optimizer)["state"]

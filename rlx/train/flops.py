@@ -162,7 +162,7 @@ class Meter:
             needed = iterations * self.flops.count(lengths, causal=causal) - self.flops.count_backward(forward_only, causal=causal)
             return needed / seconds / self.mesh.world_size
 
-        flops, peaks = rate(causal=False), self.mesh.each(self._memory())
+        flops, peaks = rate(causal=False), self.mesh.all_gather_float(self._memory())
         most = max(range(len(peaks)), key=lambda rank: peaks[rank])
         values = {
             "perf/tokens_per_second": iterations * sum(lengths) / seconds,

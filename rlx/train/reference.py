@@ -70,7 +70,7 @@ def check_tokenizers(policy: str, reference: str, *, trust_remote_code: bool = F
             f"the reference model ref.name={reference} has another tokenizer than the policy {policy}, so a KL would compare the "
             f"probabilities of different tokens: {len(differing)} of {len(own)} tokens differ, and {first!r} is {own[first]} here and "
             f"{is_there}. Set ref.name to a model with the policy's vocabulary; a teacher with another one can play "
-            "(envs.NAME.played_by=teacher)"
+            "(envs.NAME.sampled_by=teacher)"
         )
 
 

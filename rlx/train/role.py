@@ -15,7 +15,7 @@ from rlx.config.schema import TrainingRoot
 from rlx.parallel.rendezvous import Place
 from rlx.paths import RunPaths
 from rlx.process import die_with_parent, importing, keep_freed_memory, set_cpu_threads, sigterm_is_a_notice
-from rlx.stacks import answer
+from rlx.stack_dump import answer
 
 C = TypeVar("C", bound=TrainingRoot)
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # torch reads both

@@ -28,7 +28,7 @@ def forward(model: PolicyModel, parts: Sequence[MicroBatch], device: torch.devic
     slots = None if model.slots is None else joined("adapters").tolist()
     scored = joined("scored")
     layout = build_layout(joined("token_ids"), boundaries, scored, model.layout_kind(device), device, slots)
-    index = torch.from_numpy(layout.where[scored]).to(device, torch.int64)
+    index = torch.from_numpy(layout.token_index[scored]).to(device, torch.int64)
     labels = torch.from_numpy(joined("labels")[scored]).to(device, torch.int64)
     temperature = torch.from_numpy(joined("temperature")[scored]).to(device, torch.float32)
     logp, entropy = model(layout, index, labels, temperature)

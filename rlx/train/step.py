@@ -3,7 +3,7 @@
     rows of run 0 ─┐                                      ┌► loss of run 0 ─┐                     ┌► clip, schedule, step of run 0
     rows of run 1 ─┴► one row of the model ─► logp [N] ─┴► loss of run 1 ─┴► sum ─► backward ─┴► clip, schedule, step of run 1
 
-Usually there is one run. In a shared trainer (docs/many_runs.md) the model is frozen and an adapter meets its own run's tokens only, so the
+Usually there is one run. In a shared trainer (docs/lora.md) the model is frozen and an adapter meets its own run's tokens only, so the
 gradient of the sum is the gradient of each, and a run learns as it would alone, up to the order of sums.
 
 Reinforcement and supervised learning use the same code with different objectives. Every rank divides its loss by counts of the global
@@ -37,7 +37,7 @@ from rlx.train.reference import Reference
 from rlx.train.rows import forward
 from rlx.types import MicroBatch, MiniBatch, RankBatch, check_streams
 
-OF_SAMPLED = ("mismatch/", "policy/ratio", "policy/ess", "policy/clip_frac", "policy/masked_frac")
+POLICY_METRIC_PREFIXES = ("mismatch/", "policy/ratio", "policy/ess", "policy/clip_frac", "policy/masked_frac")
 """Beginnings of the names of metrics that compare with the policy that sampled the tokens."""
 
 Row = Mapping[int, MicroBatch]  # the parts of a row, by slot in ascending order
@@ -72,7 +72,7 @@ class PolicyTrainer:
         self.slot = model.number if isinstance(model, Slot) else 0
         self.schedule, self.total_updates, self.max_norm = schedule or SchedulerConfig(), total_updates, max_norm
         self.reference = reference
-        self.own_samples = True  # False: a version that a sample names is another model than this trainer's version of that number
+        self.sampled_by_this_run = True  # False: a version that a sample names is another model than this trainer's version of that number
         self.updates = 0  # optimizer steps done
         self.forward_only: list[int] = []  # lengths of the last batch's sequences without a backward, once for each forward
         self.warning: str | None = None  # for the user: the measured mismatch exceeds the objective's bounds
@@ -151,7 +151,7 @@ class PolicyTrainer:
             return loss, more
         versions = row.versions[row.loss_mask]
         newest = np.bincount(row.rollout_ids[row.loss_mask], versions == step, len(row.rollout_lengths))
-        fresh = (newest == row.rollout_lengths) & (self.own_samples and not stale)
+        fresh = (newest == row.rollout_lengths) & (self.sampled_by_this_run and not stale)
         loss, more = self.losses(replace(tokens, on_policy=torch.from_numpy(fresh).to(self.device)), mini_batch.counts)
         lag = step - versions.astype(np.float64)  # the age of the sampled tokens, also of those that only have a weight of 0
         known: Any = {"device": self.device, "dtype": torch.float64}
@@ -167,7 +167,7 @@ class PolicyTrainer:
 
     def warn_of(self, metrics: dict[str, float]) -> None:
         """Look for a warning in the metrics of a batch's first optimizer step."""
-        if not self.own_samples or metrics.get("off_policy/lag_max") != 0:  # the mismatch includes updates
+        if not self.sampled_by_this_run or metrics.get("off_policy/lag_max") != 0:  # the mismatch includes updates
             return
         if (differ := metrics.get("mismatch/abs_logp_diff_mean", 0.0)) > self.engine_noise:
             self.warning = (
@@ -178,7 +178,7 @@ class PolicyTrainer:
             )
         self.warning = self.warning or self.losses.warning(metrics)
 
-    def give_up(self) -> None:
+    def abort_step(self) -> None:
         """Discard an unfinished optimizer step, after `before_micro_batch` raised. Parameters and optimizer stay as they were before it."""
         self.optimizer.zero_grad(set_to_none=True)
         self.reshard()
@@ -359,7 +359,7 @@ def _backward(loss: Tensor, scores: Sequence[Tensor], trainers: Sequence[PolicyT
     gradients = zip(scores, torch.autograd.grad(loss, scores, allow_unused=True), strict=True)
     moving = [(of, gradient) for of, gradient in gradients if gradient is not None]
     if not any(gradient.any() for _, gradient in moving):
-        if trainers[0].mesh.grouped:
+        if trainers[0].mesh.is_distributed:
             free_gathered(trainers[0].whole)  # backward would have
         return False
     torch.autograd.backward([of for of, _ in moving], [gradient for _, gradient in moving])
@@ -368,7 +368,7 @@ def _backward(loss: Tensor, scores: Sequence[Tensor], trainers: Sequence[PolicyT
 
 def _of_supervised(metrics: dict[str, float]) -> dict[str, float]:
     """The metrics of data that no policy sampled: without comparisons to a sampling policy, and with the perplexity."""
-    kept = {name: value for name, value in metrics.items() if not name.startswith(OF_SAMPLED)}
+    kept = {name: value for name, value in metrics.items() if not name.startswith(POLICY_METRIC_PREFIXES)}
     return kept | {"loss/perplexity": perplexity(metrics["loss/nll"])}
 
 

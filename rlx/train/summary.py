@@ -43,7 +43,13 @@ class ScoreKeeper:
 
     def __init__(self, cfg: TrainingRoot, paths: RunPaths, mesh: Mesh, trainer: PolicyTrainer) -> None:
         self.paths, self.mesh = paths, mesh
-        self.keeps = isinstance(cfg, Config) and cfg.orchestrator.save_batches and cfg.plays and not cfg.trained_elsewhere and mesh.leads
+        self.keeps = (
+            isinstance(cfg, Config)
+            and cfg.orchestrator.save_batches
+            and cfg.generates_rollouts
+            and not cfg.uses_shared_trainer
+            and mesh.is_group_leader
+        )
         self._rows: dict[int, tuple[MicroBatch, Tensor, Tensor]] = {}  # on the device until the step is done: no row waits for a copy
         if self.keeps:
             trainer.after_forward = self._add

@@ -61,7 +61,7 @@ def recipe(config: CommandConfig) -> dict[str, Any]:
 def envs_of(config: CommandConfig) -> Mapping[str, EnvConfig]:
     """The environments whose examples the model learns first; none before supervised training, whose own rows train it, and none for a
     benchmark on random tokens."""
-    if not isinstance(config, PlayRoot) or isinstance(config, SftRoot) or getattr(config, "measured", None) in ("trainer", "inference"):
+    if not isinstance(config, PlayRoot) or isinstance(config, SftRoot) or getattr(config, "bench_target", None) in ("trainer", "inference"):
         return {}
     return config.envs
 

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 
 from rlx.heartbeat import Heartbeat
 from rlx.paths import RunPaths, listed
-from rlx.waiting import Preempted
+from rlx.polling import Preempted
 
 if TYPE_CHECKING:  # so that a role can send heartbeats before torch is loaded
     from rlx.parallel.mesh import Mesh
 
 log = logging.getLogger("rlx.trainer")
 
-LOOK = 0.25  # seconds between two looks for the notice while waiting
+POLL_SECONDS = 0.25  # seconds between two looks for the notice while waiting
 
 
 class Watch(Heartbeat):
@@ -35,18 +35,18 @@ class Watch(Heartbeat):
         self.first, self.grace = first, grace
         self.checks: list[Callable[[], None]] = []  # of background threads; each raises the error of its thread
         self._noticed: float | None = None  # when the notice was first seen, by this host's own clock
-        self._looked = -LOOK
+        self._looked = -POLL_SECONDS
 
-    def beat_on(self) -> None:
+    def heartbeat(self) -> None:
         """Report the same phase again while waiting. Raises errors of background threads."""
         self.beat(self.phase)
         for check in self.checks:
             check()
 
     def progressed(self) -> None:
-        """Like `beat_on`, after a part of the phase's work is done."""
+        """Like `heartbeat`, after a part of the phase's work is done."""
         self.progress += 1
-        self.beat_on()
+        self.heartbeat()
 
     def waiting(self) -> AbstractContextManager[None]:
         """Like `working`, in the current phase."""
@@ -54,11 +54,11 @@ class Watch(Heartbeat):
 
     def tick(self) -> None:
         """Call it while waiting, where leaving is safe. Raises Preempted on rank 0 if the run is preempted."""
-        self.beat_on()
-        if self.noticed():
+        self.heartbeat()
+        if self.preemption_requested():
             raise Preempted
 
-    def noticed(self, every: float = LOOK) -> bool:
+    def preemption_requested(self, every: float = POLL_SECONDS) -> bool:
         """Whether the run is preempted, on rank 0; False on other ranks. Looks at most once in `every` seconds."""
         if self.first and self._noticed is None and time.monotonic() - self._looked >= every:
             self._looked = time.monotonic()
@@ -66,13 +66,13 @@ class Watch(Heartbeat):
                 self._noticed = self._looked
         return self._noticed is not None
 
-    def give_way_with(self, mesh: Mesh) -> None:
+    def raise_if_preempted(self, mesh: Mesh) -> None:
         """Call it between two steps: raises Preempted on every rank if the run is preempted."""
-        if mesh.any(self.noticed(every=0.0)):
+        if mesh.any(self.preemption_requested(every=0.0)):
             raise Preempted
 
-    def give_up_with(self, mesh: Mesh) -> None:
+    def raise_if_grace_over(self, mesh: Mesh) -> None:
         """Call it within a step, before its update: raises Preempted on every rank if rank 0 saw the notice longer than the grace ago."""
-        if mesh.any(self.noticed(every=0.0) and self._noticed is not None and time.monotonic() - self._noticed > self.grace):
+        if mesh.any(self.preemption_requested(every=0.0) and self._noticed is not None and time.monotonic() - self._noticed > self.grace):
             log.info("giving up this step: the preemption notice was seen more than launcher.grace=%g s ago", self.grace)
             raise Preempted

@@ -16,13 +16,13 @@ from textual.widgets import DataTable, Footer, Input, Static
 from textual.worker import get_current_worker
 
 from rlx.config.errors import ConfigError
-from rlx.runs.rollouts import Rollouts, Row
+from rlx.runs.rollouts import RolloutRow, Rollouts
 from rlx.runs.selection import HELP, newest_first, select, sort
-from rlx.view.chosen import COLUMNS, cells, summary
 from rlx.view.detail import CompareScreen, Document, RolloutScreen, rollout_texts
+from rlx.view.selection import COLUMNS, cells, summary
 
 REDRAW = 0.25  # seconds between the first two displays of a table that is being read; later pauses are longer
-LOOK = 3.0  # seconds between two looks for new steps of a run that goes on
+POLL_SECONDS = 3.0  # seconds between two looks for new steps of a run that goes on
 AHEAD = 500  # lines that are put into the list below the cursor
 WIDEST = 24  # cells of a column
 TEXT_COLUMNS = {"set", "env", "stop", "error"}
@@ -37,7 +37,7 @@ in the list
   /                             filter; enter applies it, esc leaves it as it was; an empty filter shows all
   {"  ".join(f"{key} {name}" for key, name in SORT_KEYS.items())}
                                 sort by this column; again: the other way round
-  u                             look for new steps now (a running experiment is looked at every {LOOK:g} s)
+  u                             look for new steps now (a running experiment is looked at every {POLL_SECONDS:g} s)
   w                             show or hide the preview
   q                             leave
 
@@ -80,9 +80,9 @@ class RolloutList(DataTable[Text]):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(cursor_type="row", **options)
-        self.rollouts: list[Row] = []
+        self.rollouts: list[RolloutRow] = []
 
-    def show(self, rollouts: list[Row], by: str, descending: bool, cursor: int) -> None:
+    def show(self, rollouts: list[RolloutRow], by: str, descending: bool, cursor: int) -> None:
         """Display rollouts that are sorted by a column, with the cursor on one of them."""
         self.rollouts = rollouts
         self.clear(columns=True)
@@ -104,7 +104,7 @@ class RolloutList(DataTable[Text]):
             self.add_row(*(Text(text, justify=side, no_wrap=True, overflow="ellipsis") for text, side in texts))
 
     @property
-    def current(self) -> Row | None:
+    def current(self) -> RolloutRow | None:
         """The rollout under the cursor."""
         return self.rollouts[self.cursor_row] if self.cursor_row < len(self.rollouts) else None
 
@@ -130,7 +130,7 @@ class ListScreen(Screen[None]):
     def __init__(self, rollouts: Rollouts, conditions: str, by: str) -> None:
         super().__init__()
         self.rollouts = rollouts
-        self.every: list[Row] = []  # that are read so far
+        self.every: list[RolloutRow] = []  # that are read so far
         self.filter, self.by, self.descending = conditions, by.removeprefix("-"), by.startswith("-")
         self.reading = "reading …"
 
@@ -144,7 +144,7 @@ class ListScreen(Screen[None]):
     def on_mount(self) -> None:
         self.query_one("#preview").can_focus = False
         self.table.focus()
-        self.set_interval(LOOK, lambda: self.action_load(look=True))
+        self.set_interval(POLL_SECONDS, lambda: self.action_load(look=True))
         self.action_load()
 
     @property
@@ -176,13 +176,13 @@ class ListScreen(Screen[None]):
         more = f" (and {len(problems) - 1} more files)" if len(problems) > 1 else ""
         self.app.call_from_thread(self._have, self.rollouts.rows(), f"not shown: {problems[0]}{more}" if problems else "")
 
-    def _have(self, rows: list[Row], reading: str) -> None:
+    def _have(self, rows: list[RolloutRow], reading: str) -> None:
         self.every, self.reading = rows, reading
         self._show(self.table.current if self.table.cursor_row else None)  # a cursor on the first line stays on the newest
 
-    def _show(self, keep: Row | None = None) -> bool:
+    def _show(self, keep: RolloutRow | None = None) -> bool:
         """Fill the list. `keep`: the rollout that the cursor should stay on. Returns whether the filter could be understood."""
-        rows, wrong = list[Row](), ""
+        rows, wrong = list[RolloutRow](), ""
         try:
             rows = sort(newest_first(select(self.every, self.filter)), self.by, self.descending)
         except ConfigError as error:
@@ -200,7 +200,7 @@ class ListScreen(Screen[None]):
         self._preview(self.table.current)
 
     @work(thread=True, exclusive=True, group="preview")
-    def _preview(self, row: Row | None) -> None:
+    def _preview(self, row: RolloutRow | None) -> None:
         """Read the rollout beside the screen, because a large step takes some time to decompress."""
         worker = get_current_worker()
         texts = [] if row is None else rollout_texts(row)
@@ -213,7 +213,7 @@ class ListScreen(Screen[None]):
         if self.table.current is not None:
             self.app.push_screen(RolloutScreen(self.every, self.table.rollouts, self.table.cursor_row), self._returned)
 
-    def _returned(self, row: Row | None) -> None:
+    def _returned(self, row: RolloutRow | None) -> None:
         if row is not None and row in self.table.rollouts:  # which may have grown in the meantime
             self.table.go(self.table.rollouts.index(row))
 

@@ -15,9 +15,9 @@ from textual.widgets import Footer, Static
 from textual.worker import get_current_worker
 
 from rlx.config.errors import ConfigError
-from rlx.runs.rollouts import TRAIN, Row, same_example
+from rlx.runs.rollouts import TRAIN, RolloutRow, same_example
 from rlx.runs.tokens import Tokens, texts_of, tokens_of
-from rlx.view.documents import BOLD, coloured, headline, key_to_colours, known, numbered, spoken
+from rlx.view.rollout_text import BOLD, coloured, headline, key_to_colours, known, numbered, spoken
 
 MODES = ("text", "tokens", "numbers")
 
@@ -39,7 +39,7 @@ class Document(VerticalScroll):
             self.scroll_home(animate=False)
 
 
-def rollout_texts(row: Row, body: list[Text] | None = None) -> list[Text]:
+def rollout_texts(row: RolloutRow, body: list[Text] | None = None) -> list[Text]:
     """The facts of a rollout and its conversation, or another body. Or why it cannot be read."""
     try:
         record = row.record()
@@ -48,7 +48,7 @@ def rollout_texts(row: Row, body: list[Text] | None = None) -> list[Text]:
     return [headline(record), *(spoken(record) if body is None else body)]
 
 
-class RolloutScreen(Screen[Row]):
+class RolloutScreen(Screen[RolloutRow]):
     """One rollout. Returns the last that was shown to the screen below."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -60,7 +60,7 @@ class RolloutScreen(Screen[Row]):
         Binding("x", "compare", "other step"),
     ]
 
-    def __init__(self, every: Sequence[Row], rows: Sequence[Row], place: int) -> None:
+    def __init__(self, every: Sequence[RolloutRow], rows: Sequence[RolloutRow], place: int) -> None:
         super().__init__()
         self.every, self.rows, self.place = every, rows, place
         self.mode, self.quantity = "text", "log-probability"
@@ -77,7 +77,7 @@ class RolloutScreen(Screen[Row]):
         self._read()
 
     @property
-    def row(self) -> Row:
+    def row(self) -> RolloutRow:
         return self.rows[self.place]
 
     def _read(self) -> None:
@@ -86,7 +86,7 @@ class RolloutScreen(Screen[Row]):
         self._show()
 
     @work(thread=True, exclusive=True)
-    def _read_tokens(self, row: Row) -> None:
+    def _read_tokens(self, row: RolloutRow) -> None:
         worker, samples, why = get_current_worker(), list[Tokens](), ""
         texts: list[list[str]] = []
         try:
@@ -156,7 +156,7 @@ class CompareScreen(Screen[None]):
         Binding("p", "member(-1)", "previous"),
     ]
 
-    def __init__(self, every: Sequence[Row], row: Row) -> None:
+    def __init__(self, every: Sequence[RolloutRow], row: RolloutRow) -> None:
         super().__init__()
         self.rows = same_example(every, row)
         self.steps = sorted({one.source.step for one in self.rows})
@@ -179,10 +179,10 @@ class CompareScreen(Screen[None]):
             self._show(self.sides[self.active])
         self._focus()
 
-    def _of_step(self, step: int) -> list[Row]:
+    def _of_step(self, step: int) -> list[RolloutRow]:
         return [one for one in self.rows if one.source.step == step]
 
-    def _show(self, row: Row) -> None:
+    def _show(self, row: RolloutRow) -> None:
         """Display a rollout on the active side."""
         self.sides[self.active] = row
         members = self._of_step(row.source.step)

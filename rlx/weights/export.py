@@ -70,7 +70,7 @@ class Export:
             )
         return units
 
-    def untrained(self, folder: Path) -> tuple[str, ...]:
+    def unused_checkpoint_tensors(self, folder: Path) -> tuple[str, ...]:
         """The names of tensors in the initial model's folder that transformers leaves out on purpose: layers that predict further tokens,
         old tables of positions. vLLM leaves them out, too, so servers do without new ones."""
         try:
@@ -92,7 +92,7 @@ class Export:
             if rank:
                 check_layers("a version", self.shapes, tensor_shapes(folder), rank)
             else:
-                check_shapes("what is trained", self.shapes, tensor_shapes(folder), tied, self.untrained(folder))
+                check_shapes("what is trained", self.shapes, tensor_shapes(folder), tied, self.unused_checkpoint_tensors(folder))
         except ValueError as error:
             raise ValueError(
                 f"servers that start with {source} would refuse every version that is trained: {error}\n  fix: convert the model once, "
@@ -102,10 +102,10 @@ class Export:
 
     @functools.cached_property
     def _exact(self) -> frozenset[str]:
-        from rlx.models.families import kept_exact
+        from rlx.models.families import fp32_parameters
 
         hf = self.model.hf
-        kept = kept_exact(hf, self.dtype) if hasattr(hf, "config") else ()  # adapters of a slot have no model
+        kept = fp32_parameters(hf, self.dtype) if hasattr(hf, "config") else ()  # adapters of a slot have no model
         return frozenset(name for name, _ in (*hf.named_buffers(), *kept))
 
     @functools.cached_property

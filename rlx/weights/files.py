@@ -143,7 +143,7 @@ def versions(weights: Path) -> list[int]:
     return sorted(found)
 
 
-def lasts(paths: RunPaths, version: int) -> bool:
+def is_persistent(paths: RunPaths, version: int) -> bool:
     """Whether a version is complete and on the disk: one in memory ends with the run."""
     return version in versions(paths.weights) and not paths.weights_of(version).is_symlink()
 

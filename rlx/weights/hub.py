@@ -39,7 +39,7 @@ def initial_model(cfg: TrainingRoot, paths: RunPaths, mesh: Mesh, watch: Watch) 
     Raises Preempted if there is only one trainer process; several ranks leave later, together.
     """
     watch.beat(WAITING_FOR_MODEL)
-    tick = watch.tick if mesh.world_size == 1 else watch.beat_on  # several ranks leave together, with a checkpoint
+    tick = watch.tick if mesh.world_size == 1 else watch.heartbeat  # several ranks leave together, with a checkpoint
     name = mesh.read(lambda waits: wait_for_model(paths, TIMEOUT, waits).encode(), tick).decode()
     for wanted in filter(None, (name, cfg.ref.name)):
         fetch(wanted, watch)  # on every rank, before collectives: a download may exceed their timeout

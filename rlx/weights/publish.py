@@ -32,7 +32,7 @@ from rlx.config.schema import Config, PlayRoot, TrainingRoot
 from rlx.parallel import mesh as meshes
 from rlx.parallel.mesh import Mesh, RankLost
 from rlx.paths import RunPaths, listed
-from rlx.waiting import wait_for
+from rlx.polling import wait_for
 from rlx.weights import files, tmpfs
 from rlx.weights.export import Export
 from rlx.weights.files import ModelFiles, Tensors
@@ -55,7 +55,7 @@ class PublishFailed(RuntimeError):
     filename: str  # the folder, which tells a user whose disk is full which one
 
 
-def make_room(cfg: TrainingRoot, paths: RunPaths) -> None:
+def setup_memory_folder(cfg: TrainingRoot, paths: RunPaths) -> None:
     """Make the run's folder in memory, if the configuration has one. Rank 0 calls this before it loads anything.
 
     Deletes that of an attempt that was killed. Raises OSError if the versions do not fit.
@@ -115,7 +115,7 @@ class Publisher:
         then these are published without a tokenizer. `in_memory`: see `__init__`.
         """
         # Ranks of one host share its memory and its way to the disk, so one of them writes.
-        writers = (0,) if lora is not None else [ranks[0] for ranks in mesh.hosts()]
+        writers = (0,) if lora is not None else [ranks[0] for ranks in mesh.ranks_by_host()]
         found = cls(model, mesh, paths, ModelFiles({}), dtype, writers=writers, in_memory=in_memory)
         if mesh.first and lora is not None:
             from rlx.models.lora import peft_config
@@ -123,7 +123,7 @@ class Publisher:
             found.static = ModelFiles.of_adapters(peft_config(model.hf, lora, source), fetch(source, None))
         elif mesh.first:
             folder, name = fetch(source, None), str(dtype).removeprefix("torch.")
-            found.static = ModelFiles.read(folder, model.hf, name, found.export.untrained(folder), chat_template)
+            found.static = ModelFiles.read(folder, model.hf, name, found.export.unused_checkpoint_tensors(folder), chat_template)
         return found
 
     @classmethod
@@ -141,12 +141,12 @@ class Publisher:
             source=source,
             dtype=DTYPES[cfg.model.dtype],
             chat_template=None if cfg.model.chat_template is None else template_path(cfg.model.chat_template),
-            lora=cfg.lora if cfg.lora.on else None,
+            lora=cfg.lora if cfg.lora.enabled else None,
             in_memory=cfg.memory_folder is not None,
         )
         if not model.adapts:
             found.export.units()  # raises for a model that cannot be published, before anything is trained
-        if mesh.first and isinstance(cfg, PlayRoot) and cfg.num_servers:
+        if mesh.first and isinstance(cfg, PlayRoot) and cfg.started_servers:
             found.export.check_servers(source, fetch(source, None), cfg.lora.rank)
         if isinstance(cfg, Config) and cfg.transfer is not None:
             from rlx.weights.transfer import Transfer
@@ -189,7 +189,7 @@ class Publisher:
         """Publish the current weights on the disk. Returns on every rank when the version is there. Raises PublishFailed or RankLost."""
         self.gather(version)
         self.announce(version)
-        self.mesh.agreed(self.wait)
+        self.mesh.run_on_all_or_raise(self.wait)
 
     def offer(self, version: int, tick: Callable[[], None]) -> None:
         """Send a version that has no files from memory to the servers. Returns when they have it. `tick`: called while they do not ask.
@@ -202,8 +202,8 @@ class Publisher:
 
     def ensure(self, version: int) -> None:
         """Make sure that the version is on the disk. If not, publish the current weights as that version. Every rank calls this."""
-        self.mesh.agreed(self.wait)
-        if self.mesh.any(self.mesh.first and not files.lasts(self.paths, version)):
+        self.mesh.run_on_all_or_raise(self.wait)
+        if self.mesh.any(self.mesh.first and not files.is_persistent(self.paths, version)):
             self.publish(version)
 
     def leave_on_disk(self, version: int) -> None:
@@ -224,7 +224,7 @@ class Publisher:
             future.result()
         self._pending = []
 
-    def let_appear(self, seconds: float) -> None:
+    def wait_briefly(self, seconds: float) -> None:
         """Before an end by an error: give the announced versions so long to appear."""
         wait(self._pending, seconds)
 
@@ -270,7 +270,7 @@ class Publisher:
             try:
                 dist.all_gather_object(found, mine, group=self._group)
             except RuntimeError as lost:
-                time.sleep(meshes.PATIENCE)
+                time.sleep(meshes.RANK_LOST_SECONDS)
                 raise RankLost(f"another writer left, or sent nothing for {LIMIT:g} s; its own log says why") from lost
         if failures := [each for each in found if isinstance(each, str)]:
             raise error or RuntimeError(failures[0])

@@ -122,7 +122,7 @@ def check_shapes(what: str, given: Shapes, served: Shapes, tied: bool, untrained
     """Raise ValueError unless the given tensors have the names and shapes of the served model. `what`: where they come from.
 
     With `tied` embeddings both may lack a head or have one. `untrained`: tensors in the served model's files that the trainer's model does
-    not have (`Export.untrained`).
+    not have (`Export.unused_checkpoint_tensors`).
     """
     allowed = {TIED_HEAD} if tied else set()
     missing = sorted(served.keys() - given.keys() - allowed - set(untrained))

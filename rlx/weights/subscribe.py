@@ -19,13 +19,13 @@ from typing import Any
 
 from rlx.parallel.rendezvous import TOKEN
 from rlx.paths import COMPLETE, RunPaths, arrived, listed_with_folder, write_text
+from rlx.polling import Pause
 from rlx.process import host_name
 from rlx.types import InitialModel, WeightVersion
-from rlx.waiting import Pause
 from rlx.weights import files, tmpfs
 from rlx.weights.shapes import ADAPTER_CONFIG, digest_of
 
-POLL = 0.005  # seconds between the first looks for the end of a transfer
+POLL_SECONDS = 0.005  # seconds between the first looks for the end of a transfer
 
 
 def version_at(folder: Path, version: int) -> WeightVersion:
@@ -120,7 +120,7 @@ async def request_transfer(where: str, version: int, servers: Sequence[tuple[str
     offered, wanted, sent = (Path(where) / f"weights{end}.json" for end in ("", "_wanted", "_sent"))
     number, waiting = uuid.uuid4().hex, [{"url": url, "api_key": key} for url, key in servers]
     write_text(wanted, json.dumps({"version": version, "id": number, "servers": waiting}), mode=0o600)
-    deadline, pause, why = time.monotonic() + timeout, Pause(POLL), f"did not send version {version} within {timeout:g} s"
+    deadline, pause, why = time.monotonic() + timeout, Pause(POLL_SECONDS), f"did not send version {version} within {timeout:g} s"
     while time.monotonic() < deadline:
         if (content := arrived(sent)) and (found := json.loads(content))["id"] == number:  # not that of a request given up before
             return str(found["failed"])

@@ -36,8 +36,8 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
 from rlx.parallel.rendezvous import LOOPBACK, TOKEN
 from rlx.paths import RunPaths, arrived, write_text
+from rlx.polling import wait_for
 from rlx.process import host_name
-from rlx.waiting import wait_for
 
 if TYPE_CHECKING:
     from rlx.config.schema import Config
@@ -63,7 +63,7 @@ def call(server: Record, path: str, body: Any, timeout: float) -> Any:
         return RuntimeError(f"{server['url']} /{path}: {error or type(error).__name__} {more}".strip())
 
 
-class Servers:
+class TransferClient:
     """vLLM's client of a transfer (`VLLMWeightSyncClient`), for several servers: each message goes to all of them at once.
 
     If one fails, the message raises RuntimeError, after `abort`: others may wait for it in NCCL.
@@ -172,7 +172,7 @@ class Transfer:
         self.offer_file, self.request_file, self.sent_file = (paths.endpoints / f"weights{end}.json" for end in ("", "_wanted", "_sent"))
         self._request: dict[str, Any] = {"id": "", "servers": []}  # the latest one of the fleet, on rank 0
         self.seconds = 0.0  # that the latest offer has held the trainer
-        self._servers = Servers([], timeout)
+        self._servers = TransferClient([], timeout)
         self._engine: Any = None
         if self.mesh.first:
             for file in (self.offer_file, self.request_file, self.sent_file):  # of an earlier attempt
@@ -246,7 +246,7 @@ class Transfer:
 
     def _join(self, servers: list[Record]) -> None:
         """Form a group with the servers."""
-        self._servers = Servers(servers, self.timeout)
+        self._servers = TransferClient(servers, self.timeout)
         info: Any = IPCTrainerInitInfo(rank=self.mesh.rank, packed=True)
         largest = max(each.dtype.itemsize * torch.Size(each.shape).numel() for each in self.weights.metadata)
         info.packed_buffer_size_bytes = max(info.packed_buffer_size_bytes, largest)  # a tensor must fit into the buffer
@@ -262,4 +262,4 @@ class Transfer:
         if self._engine is not None:
             self._engine.shutdown()
         self._servers.leave()
-        self._servers, self._engine = Servers([], self.timeout), None
+        self._servers, self._engine = TransferClient([], self.timeout), None

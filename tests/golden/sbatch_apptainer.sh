@@ -32,7 +32,7 @@ case "${PYTHONPATH-}" in /shared/outputs/mine/.submitit/code_1*) ;; *) export PY
 export PYTHONSAFEPATH=1
 mkdir -p /home/me/.cache /home/me/.cache/rlx /lustre/team_rl/hub
 export RLX_MOUNTS=/home/me/.cache:/home/me/.cache,/lustre/team_rl/hub:/lustre/team_rl/hub,/shared/outputs/mine:/shared/outputs/mine,/lustre/team_rl/data:/lustre/team_rl/data
-# rlx runs in a container, without SLURM's commands. It asks this script for them: rlx/runs/outside.py.
+# rlx runs in a container, without SLURM's commands. It asks this script for them: rlx/runs/host_commands.py.
 rlx_answer() {
   local folder word words
   trap : TERM # SLURM signals the script's processes too; these must say how a command ended

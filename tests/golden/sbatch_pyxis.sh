@@ -32,7 +32,7 @@ case "${PYTHONPATH-}" in /shared/outputs/mine/.submitit/code_1*) ;; *) export PY
 export PYTHONSAFEPATH=1
 env -u SLURM_NTASKS -u SLURM_NPROCS -u SLURM_NTASKS_PER_NODE -u SLURM_TASKS_PER_NODE -u SLURM_NNODES -u SLURM_DISTRIBUTION -u SLURM_GPUS -u SLURM_GPUS_PER_NODE -u SLURM_GPUS_PER_TASK -u SLURM_GPUS_PER_SOCKET -u RANK -u LOCAL_RANK -u WORLD_SIZE -u LOCAL_WORLD_SIZE -u GROUP_RANK -u GROUP_WORLD_SIZE -u ROLE_RANK -u ROLE_WORLD_SIZE -u MASTER_ADDR -u MASTER_PORT srun --overlap --nodes=2 --ntasks=2 --ntasks-per-node=1 --job-name=caches --cpu-bind=none --mem=0 --input=none mkdir -p /home/me/.cache /home/me/.cache/rlx /lustre/team_rl/hub
 export RLX_MOUNTS=/home/me/.cache:/home/me/.cache,/lustre/team_rl/hub:/lustre/team_rl/hub,/shared/outputs/mine:/shared/outputs/mine,/lustre/team_rl/data:/lustre/team_rl/data
-# rlx runs in a container, without SLURM's commands. It asks this script for them: rlx/runs/outside.py.
+# rlx runs in a container, without SLURM's commands. It asks this script for them: rlx/runs/host_commands.py.
 rlx_answer() {
   local folder word words
   trap : TERM # SLURM signals the script's processes too; these must say how a command ended

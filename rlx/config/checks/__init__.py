@@ -1,4 +1,4 @@
-"""The rules between configuration keys. `tree.py` checks types and single values.
+"""The rules between configuration keys. `validate.py` checks types and single values.
 
 A rule is here if breaking it gives a wrong result without a word, or costs minutes on a cluster; what a library refuses at once, in its own
 words, is not. Most are rows of tables (`rlx.config.rules`).
@@ -10,8 +10,8 @@ from collections.abc import Collection
 from typing import Any
 
 from rlx.config.checks import data, engine, hardware, objective, run, secrets, sizes  # noqa: F401
-from rlx.config.rules import CHECKS, Check, Show
-from rlx.config.tree import Origins, Problem
+from rlx.config.rules import CHECKS, Check, Describe
+from rlx.config.validate import Origins, Problem
 
 
 def check(cfg: Any, origins: Origins | None = None, wrong: tuple[str, ...] = (), without: Collection[Check] = ()) -> list[Problem]:
@@ -19,7 +19,7 @@ def check(cfg: Any, origins: Origins | None = None, wrong: tuple[str, ...] = (),
 
     `wrong`: keys that already have a problem. `without`: rules that do not apply.
     """
-    show = Show(cfg, origins or Origins())
+    show = Describe(cfg, origins or Origins())
     problems: list[Problem] = []
     for cls, function in CHECKS:
         if isinstance(cfg, cls) and function not in without:

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlx.config.evaluated import PREFIX, environments, evaluated, section_of
+from rlx.config.eval_envs import PREFIX, environments, evaluated, section_of
 from rlx.config.pythons import program_of
-from rlx.config.rules import Rule, Show, check_of, declared, problem, table, table_each
+from rlx.config.rules import Describe, Rule, check_of, declared, problem, table, table_each
 from rlx.config.schema import Config, EnvConfig, EvaluatedRun, PlayRoot, SftRoot, TrainingRoot
 from rlx.config.signatures import OWN_KINDS, is_installed, module_of
-from rlx.config.tree import Problem
+from rlx.config.validate import Problem
 
 PARTS = ("messages", "conversations", "prompt", "completion", "tools", "tool_defs")  # of a row of supervised data
 
@@ -23,7 +23,7 @@ table(
     [
         Rule(
             "sampling.max_tokens seq_len",
-            lambda c: c.plays and c.sampling.max_tokens >= c.seq_len,
+            lambda c: c.generates_rollouts and c.sampling.max_tokens >= c.seq_len,
             "a completion leaves no room for its prompt, because seq_len counts both",
             "a smaller sampling.max_tokens or a larger seq_len",
         ),
@@ -83,7 +83,7 @@ table_each(
 
 
 @check_of(PlayRoot)
-def named_environments(cfg: PlayRoot, of: Show) -> Iterator[Problem]:
+def named_environments(cfg: PlayRoot, of: Describe) -> Iterator[Problem]:
     if not cfg.envs and not isinstance(cfg, SftRoot):
         yield Problem(
             "there is no environment.\n  fix: env=reverse_text, env=[sums,reverse_text], or env.id=MODULE for your own", ("envs",)
@@ -94,7 +94,7 @@ def named_environments(cfg: PlayRoot, of: Show) -> Iterator[Problem]:
         yield from module_problems(f"envs.{name}.id", env.id, cfg.launcher.check_envs and env.python is None, of)
 
 
-def module_problems(key: str, env_id: str, installed: bool, of: Show) -> Iterator[Problem]:
+def module_problems(key: str, env_id: str, installed: bool, of: Describe) -> Iterator[Problem]:
     """Whether a key names an environment. `installed`: it must be installed here."""
     module = module_of(env_id)
     if module not in OWN_KINDS and not module.isidentifier():
@@ -109,7 +109,7 @@ table(
     [
         Rule(
             "sampling.max_tokens seq_len",
-            lambda c: c.measured == "inference" and c.sampling.max_tokens >= c.seq_len,
+            lambda c: c.bench_target == "inference" and c.sampling.max_tokens >= c.seq_len,
             "a completion leaves no room for its random prompt",
             "a smaller sampling.max_tokens or a larger seq_len",
         ),
@@ -184,10 +184,10 @@ table_each(
     lambda cfg: [(cfg, name) for name in cfg.envs],
     [
         Rule(
-            "envs.{s[1]}.played_by envs.{s[1]}.turn_timeout envs.{s[1]}.on_timeout",
-            lambda s: s[0].envs[s[1]].played_by == "teacher" and has_own_deadline(s[0].envs[s[1]]),
+            "envs.{s[1]}.sampled_by envs.{s[1]}.turn_timeout envs.{s[1]}.on_timeout",
+            lambda s: s[0].envs[s[1]].sampled_by == "teacher" and has_own_deadline(s[0].envs[s[1]]),
             "the policy's deadlines do not hold for a teacher that plays envs.{s[1]}",
-            "teacher.timeout, without envs.{s[1]}.turn_timeout, and on_timeout=drop or zero",
+            "teacher.timeout, without envs.{s[1]}.turn_timeout, and envs.{s[1]}.on_timeout=drop or zero",
         ),
         Rule(
             "orchestrator.min_group orchestrator.rollouts_per_example envs.{s[1]}.rollouts_per_example",
@@ -200,7 +200,7 @@ table_each(
             "orchestrator.difficulty_filter.min_reward_variance orchestrator.buffer.easy_threshold orchestrator.buffer.hard_threshold",
             lambda s: s[0].envs[s[1]].agents_per_group == "all" and _reads_rewards(s[0]),
             "a group with the rewards of several agents has no mean reward to filter by",
-            "orchestrator.difficulty_filter.zero_advantage=true, or agents_per_group=one",
+            "orchestrator.difficulty_filter.zero_advantage=true in place of these keys (KEY=null), or envs.{s[1]}.agents_per_group=one",
         ),
     ],
 )
@@ -278,8 +278,8 @@ table(
             "a smaller data.batch_size, or more max_steps",
         ),
         Rule(
-            "trainer.shared trainer.max_concurrent_runs",
-            lambda c: c.trained_elsewhere or c.hosts,
+            "trainer.shared_trainer_dir trainer.max_concurrent_runs",
+            lambda c: c.uses_shared_trainer or c.is_shared_trainer,
             "a shared trainer trains the runs of `rlx train`",
             "leave it out",
         ),
@@ -288,7 +288,7 @@ table(
 
 
 @check_of(SftRoot)
-def length_of_the_run(cfg: SftRoot, of: Show) -> Iterator[Problem]:
+def length_of_the_run(cfg: SftRoot, of: Describe) -> Iterator[Problem]:
     """`data.epochs` decides `max_steps`."""
     if cfg.data.epochs is None:
         return
@@ -304,7 +304,7 @@ def length_of_the_run(cfg: SftRoot, of: Show) -> Iterator[Problem]:
 
 
 @check_of(SftRoot)
-def columns(cfg: SftRoot, of: Show) -> Iterator[Problem]:
+def columns(cfg: SftRoot, of: Describe) -> Iterator[Problem]:
     sets = {"data.columns": cfg.data.columns, **{f"data.sets.{key}.columns": each.columns for key, each in cfg.data.sets.items()}}
     for key, names in sets.items():
         if unknown := sorted(names.keys() - set(PARTS)):
@@ -314,7 +314,7 @@ def columns(cfg: SftRoot, of: Show) -> Iterator[Problem]:
 
 
 @check_of(SftRoot)
-def data_sets(cfg: SftRoot, of: Show) -> Iterator[Problem]:
+def data_sets(cfg: SftRoot, of: Describe) -> Iterator[Problem]:
     names = {"data.name": cfg.data.name, "val.name": cfg.val.name} | {
         f"data.sets.{key}.name": each.name for key, each in cfg.data.sets.items()
     }
@@ -365,7 +365,7 @@ table(
 
 
 @check_of(EvaluatedRun)
-def evaluated_environments(cfg: EvaluatedRun, of: Show) -> Iterator[Problem]:
+def evaluated_environments(cfg: EvaluatedRun, of: Describe) -> Iterator[Problem]:
     for name, entry in cfg.eval.envs.items():
         if entry.id is not None:
             yield from module_problems(f"eval.envs.{name}.id", entry.id, cfg.launcher.check_envs and entry.python is None, of)
@@ -382,7 +382,7 @@ def evaluated_environments(cfg: EvaluatedRun, of: Show) -> Iterator[Problem]:
 
 
 @check_of(EvaluatedRun)
-def best_checkpoint(cfg: EvaluatedRun, of: Show) -> Iterator[Problem]:
+def best_checkpoint(cfg: EvaluatedRun, of: Describe) -> Iterator[Problem]:
     wanted = cfg.ckpt.keep_best
     if wanted is None or cfg.eval.interval is None or not is_complete(cfg):
         return

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rlx.config.rules import Show, check_of, problem
+from rlx.config.rules import Describe, check_of, problem
 from rlx.config.schema import PlayRoot
-from rlx.config.tree import Problem, closest, show
+from rlx.config.validate import Problem, closest, show
 
 
 def _by_name(table: Mapping[str, str]) -> dict[str, str]:
@@ -194,7 +194,7 @@ HARMLESS = _by_name(  # option -> what it is about
 
 
 @check_of(PlayRoot)
-def options(cfg: PlayRoot, of: Show) -> Iterator[Problem]:
+def options(cfg: PlayRoot, of: Describe) -> Iterator[Problem]:
     for name, value in cfg.inference.vllm.items():
         if (found := _wrong(name, value, cfg.hardware.device)) is not None:
             yield problem(found[0], [f"inference.vllm.{name}"], found[1], of)

@@ -7,18 +7,18 @@ import re
 import shutil
 from collections.abc import Iterator
 
-from rlx.config.rows import attention_widths
-from rlx.config.rules import Rule, Show, check_of, problem, table, target_name
+from rlx.config.row_budget import attention_widths
+from rlx.config.rules import Describe, Rule, check_of, problem, table, target_name
 from rlx.config.schema import CommandConfig, Config, EvaluatedRun, PlayRoot, TrainingRoot
 from rlx.config.schema_model import CPU_WIDTHS
-from rlx.config.tree import Problem
+from rlx.config.validate import Problem
 
 table(
     CommandConfig,
     [
         Rule(
             "hardware.tensor_parallel hardware.gpus_per_node",
-            lambda c: c.hardware.device == "cuda" and c.servers_placed and c.hardware.gpus_per_node % c.hardware.tensor_parallel,
+            lambda c: c.hardware.device == "cuda" and c.reserved_servers and c.hardware.gpus_per_node % c.hardware.tensor_parallel,
             "the GPUs of a server must divide those of a host",
             "another hardware.tensor_parallel",
         ),
@@ -48,13 +48,13 @@ table(
         ),
         Rule(
             "model.num_attention_heads model.num_key_value_heads hardware.tensor_parallel",
-            lambda c: c.num_servers and not _divides_heads(c),
+            lambda c: c.started_servers and not _divides_heads(c),
             "tensor parallelism must divide the query heads, and divide the key and value heads or be a multiple of them",
             "another hardware.tensor_parallel",
         ),
         Rule(
             "model.head_dim hardware.device",
-            lambda c: c.num_servers and c.hardware.device == "cpu" and _head_width(c) not in CPU_WIDTHS,
+            lambda c: c.started_servers and c.hardware.device == "cpu" and _head_width(c) not in CPU_WIDTHS,
             "vLLM on a CPU does not compute attention for heads of this width, and ends at its first request",
             "a model whose heads have another width, or a GPU",
         ),
@@ -75,8 +75,14 @@ table(
     EvaluatedRun,
     [
         Rule(
-            "inference.gpu_memory_utilization hardware.shared",
-            lambda c: c.num_gpus and c.num_servers and c.own_ranks and c.hardware.shared and c.inference.gpu_memory_utilization > 0.7,
+            "inference.gpu_memory_utilization hardware.colocate",
+            lambda c: (
+                c.num_gpus
+                and c.started_servers
+                and c.started_trainer_ranks
+                and c.hardware.colocate
+                and c.inference.gpu_memory_utilization > 0.7
+            ),
             "the engine leaves too little of their shared GPU for the trainer",
             "inference.gpu_memory_utilization=0.4 or so, at most 0.7",
         ),
@@ -88,7 +94,7 @@ table(
     [
         Rule(
             "trainer.dp_replicate trainer.tp trainer.cp trainer.ep hardware.trainer_processes",
-            lambda c: c.measured != "inference" and any(c.trainer_ranks % size for size in _groups(c)),
+            lambda c: c.bench_target != "inference" and any(c.trainer_ranks % size for size in _groups(c)),
             "{s.trainer_ranks} trainer processes cannot be divided into equal groups: dp_replicate copies, cp · tp ranks a row, ep of "
             "experts, and tp and ep within a copy",
             "sizes whose products divide the number of processes",
@@ -106,10 +112,16 @@ table(
             "another trainer.tp, or trainer.cp, which repeats them",
         ),
         Rule(
-            "trainer.tp model.divides_heads",
-            lambda c: c.trainer.tp > 1 and not c.model.divides_heads,
+            "trainer.tp model.supports_tp",
+            lambda c: c.trainer.tp > 1 and not c.model.supports_tp,
             "transformers has no plan that divides the attention of this family by heads",
             "trainer.tp=1; trainer.cp for long sequences",
+        ),
+        Rule(
+            "ckpt.save_async hardware.device",
+            lambda c: c.ckpt.save_async and c.hardware.device == "cuda",
+            "writing checkpoints in the background was never seen to finish on a GPU",
+            "ckpt.save_async=false",
         ),
         Rule(
             "trainer.ep model.num_experts",
@@ -184,13 +196,13 @@ table(
         ),
         Rule(
             "weight_broadcast.type lora.rank inference.base_url hardware.device",
-            lambda c: c.transfer and (c.lora.on or c.inference.base_url or c.hardware.device == "cpu"),
+            lambda c: c.transfer and (c.lora.enabled or c.inference.base_url or c.hardware.device == "cpu"),
             "adapters, servers that the run did not start and CPUs take weights from files only",
             "weight_broadcast.type=filesystem",
         ),
         Rule(
-            "weight_broadcast.type hardware.shared hardware.nodes",
-            lambda c: c.transfer and (c.transfer == "ipc") != (c.hardware.shared and c.hardware.nodes == 1),
+            "weight_broadcast.type hardware.colocate hardware.nodes",
+            lambda c: c.transfer and (c.transfer == "ipc") != (c.hardware.colocate and c.hardware.nodes == 1),
             "ipc is for trainer and servers on the same GPUs of one host, nccl for different GPUs",
             "the other one, or weight_broadcast.type=filesystem",
         ),
@@ -299,7 +311,7 @@ table(CommandConfig, SLURM)
 
 
 @check_of(CommandConfig)
-def options_of_sbatch(cfg: CommandConfig, of: Show) -> Iterator[Problem]:
+def options_of_sbatch(cfg: CommandConfig, of: Describe) -> Iterator[Problem]:
     if not _on_slurm(cfg):
         return
     for name, value in cfg.slurm.options.items():

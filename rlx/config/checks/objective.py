@@ -1,6 +1,6 @@
 """The rules for the objective, the advantage, the optimizer, and sampling for them.
 
-No rule names an objective or an advantage: the rules read what these declare in their own files (`rlx.config.declared`).
+No rule names an objective or an advantage: the rules read what these declare in their own files (`rlx.config.loss_traits`).
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from rlx.config.declared import OPTIM_RANGES, RANGES, Declared
+from rlx.config.loss_traits import OPTIM_RANGES, RANGES, Declared
 from rlx.config.objectives import Node, advantage_of, advantages_of, kl_of, loss_of, losses_of, trained_by
-from rlx.config.rules import Rule, Show, check_of, declared, problem, table, table_each, target_name
-from rlx.config.sampling import biases
+from rlx.config.rules import Describe, Rule, check_of, declared, problem, table, table_each, target_name
+from rlx.config.sampling import WITHOUT_BIAS, biases
 from rlx.config.schema import Config, TrainingRoot
 from rlx.config.schema_teacher import FIELDS
 from rlx.config.signatures import declared_by
-from rlx.config.tree import Problem
+from rlx.config.validate import Problem
 
 ROLES = ("user", "tool", "system")  # `rlx.policy.observation_mask`, which this floor may not import
 
@@ -35,13 +35,14 @@ def needs_exact_sampling(cfg: Config, name: str, sampling: Mapping[str, Any]) ->
 
 
 @check_of(Config)
-def truncated_sampling(cfg: Config, of: Show) -> Iterator[Problem]:
+def truncated_sampling(cfg: Config, of: Describe) -> Iterator[Problem]:
     for loss, envs in trained_by(cfg):
         sections: dict[str, Any] = {"sampling": cfg.sampling} | {f"envs.{name}.sampling": cfg.envs[name].sampling for name in envs}
         cut = [f"{place}.{key}" for place, own in sections.items() for key in biases(vars(own))]
         if cut and weighs_tokens(loss) and not cfg.sampling.allow_biased_ratio:
             why = f"truncated sampling biases the importance ratio of {target_name(loss)}, because the trainer scores with the full softmax"
-            fix = "turn truncation off (top_p=1, top_k=-1, min_p=0, min_tokens=0), or sampling.allow_biased_ratio=true"
+            off = " ".join(f"{key}={WITHOUT_BIAS[key.rpartition('.')[2]]}" for key in cut)
+            fix = f"turn truncation off, {off}, or sampling.allow_biased_ratio=true"
             yield problem(why, cut, fix, of)
 
 
@@ -125,9 +126,9 @@ table_each(
         ),
         Rule(
             "{s.key}.ce_coef",
-            lambda s: s.node.get("ce_coef") and not any(e.learn or e.played_by == "teacher" for e in _users(s)),
+            lambda s: s.node.get("ce_coef") and not any(e.observation_ce_weights or e.sampled_by == "teacher" for e in _users(s)),
             "there is nothing for cross-entropy to learn",
-            "envs.NAME.learn.tool=1 (or user, system), or {s.key}.ce_coef=0",
+            "envs.NAME.observation_ce_weights.tool=1 (or user, system), or {s.key}.ce_coef=0",
         ),
     ],
 )
@@ -214,28 +215,30 @@ table_each(
             "{s.advantage.key}.ddof=1, or 0",
         ),
         Rule(
-            "envs.{s.name}.learn",
-            lambda s: not {*s.env.learn} <= {*ROLES} or min(s.env.learn.values(), default=1) <= 0,
+            "envs.{s.name}.observation_ce_weights",
+            lambda s: not {*s.env.observation_ce_weights} <= {*ROLES} or min(s.env.observation_ce_weights.values(), default=1) <= 0,
             "roles of an environment's messages are user, tool and system, their weights above 0",
-            "envs.{s.name}.learn.tool=1",
+            "envs.{s.name}.observation_ce_weights.tool=1",
         ),
         Rule(
-            "envs.{s.name}.learn {s.loss.key}.ce_coef",
-            lambda s: s.env.learn and not s.loss.node.get("ce_coef"),
+            "envs.{s.name}.observation_ce_weights {s.loss.key}.ce_coef",
+            lambda s: s.env.observation_ce_weights and not s.loss.node.get("ce_coef"),
             "what envs.{s.name} says would not be learned, because cross-entropy is off",
-            "{s.loss.key}.ce_coef=0.1 or so, or leave out `learn`",
+            "{s.loss.key}.ce_coef=0.1 or so, or leave out `observation_ce_weights`",
         ),
         Rule(
             "envs.{s.name}.loss_weights {s.loss.key}._target_",
             lambda s: (
-                not {*s.env.loss_weights} <= s.reads or min(s.weights.values()) < 0 or (s.env.loss_weights and s.env.played_by == "teacher")
+                not {*s.env.loss_weights} <= s.reads
+                or min(s.weights.values()) < 0
+                or (s.env.loss_weights and s.env.sampled_by == "teacher")
             ),
             "weights belong to losses of tokens that the policy samples here, and are at least 0",
             "`policy`; `ref_kl` with {s.loss.key}.kl.beta above 0; `ref_kl` alone for an objective that distils",
         ),
         Rule(
             "envs.{s.name}.loss_weights",
-            lambda s: s.env.played_by != "teacher" and not any(s.weights[each] for each in s.reads) and not s.env.learn,
+            lambda s: s.env.sampled_by != "teacher" and not any(s.weights[each] for each in s.reads) and not s.env.observation_ce_weights,
             "nothing of envs.{s.name} would be trained",
             "remove the weight of 0, or envs.{s.name}",
         ),
@@ -256,7 +259,7 @@ table_each(
 
 
 @check_of(TrainingRoot)
-def own_keys_in_range(cfg: TrainingRoot, of: Show) -> Iterator[Problem]:
+def own_keys_in_range(cfg: TrainingRoot, of: Describe) -> Iterator[Problem]:
     """An objective declares its ranges; torch declares none for its optimizers."""
     nodes = losses_of(cfg) | (advantages_of(cfg) if isinstance(cfg, Config) else {})
     ranges = [(f"{place}.{key}", node.get(key), words) for place, node in nodes.items() for key, words in declared(node).ranges.items()]
@@ -266,34 +269,34 @@ def own_keys_in_range(cfg: TrainingRoot, of: Show) -> Iterator[Problem]:
             yield Problem(f"`{key}` must be {words}: {of(key)}.", (key,))
 
 
-def taught(cfg: Config) -> list[str]:
+def scored_by_teacher(cfg: Config) -> list[str]:
     """The environments whose rollouts the endpoint's teacher scores."""
     needs = {name: declared(loss_of(cfg, name)) for name in cfg.envs if cfg.teacher.base_url}
     return [name for name, facts in needs.items() if facts.needs_teacher and not facts.demonstrated]
 
 
-def shown(cfg: Config) -> list[str]:
+def self_distilled(cfg: Config) -> list[str]:
     """The environments whose rollouts the policy itself scores, with a demonstration in its prompt."""
     return [name for name in cfg.envs if declared(loss_of(cfg, name)).demonstrated]
 
 
-def played(cfg: Config) -> list[str]:
+def played_by_teacher(cfg: Config) -> list[str]:
     """The environments that the endpoint's teacher plays."""
-    return [name for name, env in cfg.envs.items() if env.played_by == "teacher"]
+    return [name for name, env in cfg.envs.items() if env.sampled_by == "teacher"]
 
 
 table_each(
     Config,
-    lambda cfg: [Trained(cfg, name) for name in played(cfg)],
+    lambda cfg: [Trained(cfg, name) for name in played_by_teacher(cfg)],
     [
         Rule(
-            "envs.{s.name}.played_by teacher.base_url teacher.model",
+            "envs.{s.name}.sampled_by teacher.base_url teacher.model",
             lambda s: not s.cfg.teacher.base_url or s.cfg.teacher.model is None,
             "the teacher who plays needs an address and the name of its model there",
             "teacher.base_url=[http://host:port] teacher.model=NAME",
         ),
         Rule(
-            "envs.{s.name}.played_by {s.loss.key}._target_ {s.loss.key}.ce_coef",
+            "envs.{s.name}.sampled_by {s.loss.key}._target_ {s.loss.key}.ce_coef",
             lambda s: s.loss.facts.kind != "ce" or s.loss.facts.uses_ratio or not s.loss.node.get("ce_coef"),
             "the teacher samples these tokens, so no ratio or advantage of the policy applies to them",
             "cross-entropy: envs.{s.name}.loss=sft envs.{s.name}.loss.ce_coef=1",
@@ -312,13 +315,13 @@ table(
         ),
         Rule(
             "teacher.base_url",
-            lambda c: c.teacher.base_url and not taught(c) and not played(c),
+            lambda c: c.teacher.base_url and not scored_by_teacher(c) and not played_by_teacher(c),
             "no objective in use learns from the teacher",
-            "loss=opd, envs.NAME.loss=opd, or envs.NAME.played_by=teacher; or leave it out",
+            "loss=opd, envs.NAME.loss=opd, or envs.NAME.sampled_by=teacher; or leave it out",
         ),
         Rule(
             "ref.name teacher.base_url",
-            lambda c: taught(c) and c.ref.name is not None,
+            lambda c: scored_by_teacher(c) and c.ref.name is not None,
             "the objective would have two teachers",
             "leave one",
         ),
@@ -330,31 +333,31 @@ table(
         ),
         Rule(
             "ref.name",
-            lambda c: c.ref.name is not None and c.envs and {*shown(c)} == {*c.envs} and not _reads_reference(c),
+            lambda c: c.ref.name is not None and c.envs and {*self_distilled(c)} == {*c.envs} and not _reads_reference(c),
             "the policy teaches itself, so nothing would read what the second model says",
             "ref.name=null; or loss=opd, which learns from that model; or loss.kl.beta above 0",
         ),
         Rule(
             "teacher.demonstration",
-            lambda c: c.teacher.demonstration is not None and not shown(c),
+            lambda c: c.teacher.demonstration is not None and not self_distilled(c),
             "no objective in use reads a demonstration",
             "loss=sdft, or envs.NAME.loss=sdft; or leave it out",
         ),
         Rule(
             "teacher.demonstration",
-            lambda c: c.teacher.demonstration is None and shown(c),
+            lambda c: c.teacher.demonstration is None and self_distilled(c),
             "the policy would be its own teacher and read the same as before",
             "the column of the rows that holds a demonstration: teacher.demonstration=answer",
         ),
         Rule(
             "teacher.template",
-            lambda c: shown(c) and not all(part in c.teacher.template for part in FIELDS),
+            lambda c: self_distilled(c) and not all(part in c.teacher.template for part in FIELDS),
             "the teacher must read the prompt and the demonstration",
             "a text with {{prompt}} and {{demonstration}}",
         ),
         Rule(
             "inference.max_model_len seq_len",
-            lambda c: shown(c) and c.max_model_len <= c.seq_len,
+            lambda c: self_distilled(c) and c.max_model_len <= c.seq_len,
             "a sample of seq_len tokens leaves no room for a demonstration",
             "inference.max_model_len = seq_len + the longest demonstration + teacher.template",
         ),
@@ -371,8 +374,8 @@ def _reads_reference(cfg: Config) -> bool:
 
 
 @check_of(Config)
-def teachers_temperature(cfg: Config, of: Show) -> Iterator[Problem]:
-    for name in [*taught(cfg), *shown(cfg)]:
+def teachers_temperature(cfg: Config, of: Describe) -> Iterator[Problem]:
+    for name in [*scored_by_teacher(cfg), *self_distilled(cfg)]:
         own = cfg.envs[name].sampling.temperature
         if (cfg.sampling.temperature if own is None else own) != 1:
             key = "sampling.temperature" if own is None else f"envs.{name}.sampling.temperature"

@@ -8,13 +8,13 @@ from dataclasses import fields
 from pathlib import Path
 
 from rlx.config.chat_format import arguments_of, families, family_of, fields_of, template_names, template_path, unread
-from rlx.config.elsewhere import in_a_pod
 from rlx.config.gpus import visible_gpus
-from rlx.config.rules import Rule, Show, check_of, problem, table
+from rlx.config.k8s_volume import in_a_pod
+from rlx.config.rules import Describe, Rule, check_of, problem, table
 from rlx.config.schema import CommandConfig, Config, EvaluatedRun, LoraConfig, PlayRoot, TrainingRoot
 from rlx.config.schema_eval import PlayWithModel
 from rlx.config.signatures import is_installed
-from rlx.config.tree import Problem
+from rlx.config.validate import Problem
 
 
 def is_path(name: str) -> bool:
@@ -102,7 +102,7 @@ table(
         ),
         Rule(
             "lora.rank ref.sync_interval",
-            lambda c: c.lora.on and c.ref.sync_interval is not None,
+            lambda c: c.lora.enabled and c.ref.sync_interval is not None,
             "with adapters the reference is the model without them, which does not follow the policy",
             "ref.sync_interval=null, or lora.rank=null to train the whole model",
         ),
@@ -111,10 +111,10 @@ table(
 
 
 @check_of(CommandConfig)
-def adapters_without_a_rank(cfg: CommandConfig, of: Show) -> Iterator[Problem]:
+def adapters_without_a_rank(cfg: CommandConfig, of: Describe) -> Iterator[Problem]:
     # A model's file may say what adapters would get. Whoever types a key wants adapters, and would train the whole model.
     typed = [f"lora.{f.name}" for f in fields(LoraConfig) if f.name != "rank" and of.typed(f"lora.{f.name}")]
-    if typed and not cfg.lora.on:
+    if typed and not cfg.lora.enabled:
         yield problem("there are no adapters", [*typed, "lora.rank"], "lora.rank=16 or so, or leave out the others", of)
 
 
@@ -123,7 +123,12 @@ table(
     [
         Rule(
             "lora.rank model.dtype",
-            lambda c: c.lora.on and c.plays and not c.inference.base_url and (c.hardware.device, c.model.dtype) == ("cuda", "float32"),
+            lambda c: (
+                c.lora.enabled
+                and c.generates_rollouts
+                and not c.inference.base_url
+                and (c.hardware.device, c.model.dtype) == ("cuda", "float32")
+            ),
             "on a GPU vLLM serves adapters of models in 16 bits only",
             "model.dtype=bfloat16",
         ),
@@ -200,38 +205,38 @@ table(
     Config,
     [
         Rule(
-            "trainer.shared trainer.max_concurrent_runs",
-            lambda c: c.trained_elsewhere and c.hosts,
+            "trainer.shared_trainer_dir trainer.max_concurrent_runs",
+            lambda c: c.uses_shared_trainer and c.is_shared_trainer,
             "a run cannot be a shared trainer and be trained by one",
             "leave one",
         ),
         Rule(
-            "trainer.shared trainer.max_concurrent_runs lora.rank",
-            lambda c: (c.trained_elsewhere or c.hosts) and not c.lora.on,
+            "trainer.shared_trainer_dir trainer.max_concurrent_runs lora.rank",
+            lambda c: (c.uses_shared_trainer or c.is_shared_trainer) and not c.lora.enabled,
             "the runs of a shared trainer train adapters",
             "lora.rank=16 or so",
         ),
         Rule(
-            "trainer.shared trainer.max_concurrent_runs replay bench",
-            lambda c: (c.trained_elsewhere or c.hosts) and (c.replay is not None or c.bench),
+            "trainer.shared_trainer_dir trainer.max_concurrent_runs replay bench",
+            lambda c: (c.uses_shared_trainer or c.is_shared_trainer) and (c.replay is not None or c.bench),
             "a replay or a benchmark needs a trainer of its own",
             "leave one",
         ),
         Rule(
-            "trainer.shared trainer.max_concurrent_runs launcher.name",
-            lambda c: (c.trained_elsewhere or c.hosts) and (c.launcher.name != "local" or in_a_pod()),
+            "trainer.shared_trainer_dir trainer.max_concurrent_runs launcher.name",
+            lambda c: (c.uses_shared_trainer or c.is_shared_trainer) and (c.launcher.name != "local" or in_a_pod()),
             "shared trainers and their runs start on one machine only",
             "launcher=local, without `rlx pod`",
         ),
         Rule(
-            "trainer.shared trainer.max_concurrent_runs ref.name",
-            lambda c: (c.trained_elsewhere or c.hosts) and c.ref.name is not None,
+            "trainer.shared_trainer_dir trainer.max_concurrent_runs ref.name",
+            lambda c: (c.uses_shared_trainer or c.is_shared_trainer) and c.ref.name is not None,
             "the reference of the runs of a shared trainer is its model without adapters",
             "ref.name=null",
         ),
         Rule(
             "trainer.cp trainer.tp trainer.ep trainer.compile",
-            lambda c: c.hosts and (max(c.trainer.cp, c.trainer.tp, c.trainer.ep) > 1 or c.trainer.compile),
+            lambda c: c.is_shared_trainer and (max(c.trainer.cp, c.trainer.tp, c.trainer.ep) > 1 or c.trainer.compile),
             "a shared trainer neither divides nor compiles the layers of several adapters",
             "leave them at their defaults",
         ),
@@ -240,7 +245,7 @@ table(
 
 
 @check_of(CommandConfig)
-def gpus_present(cfg: CommandConfig, of: Show) -> Iterator[Problem]:
+def gpus_present(cfg: CommandConfig, of: Describe) -> Iterator[Problem]:
     if cfg.dry_run or cfg.launcher.name != "local" or in_a_pod():  # a plan may be for another machine
         return
     if cfg.hardware.nodes > 1:
@@ -277,10 +282,10 @@ table(
             "auto for both, or model.renderer=default, which uses the chat template",
         ),
         Rule(
-            "model.name model.strips_thinking orchestrator.trajectory_strategy model.renderer",
+            "model.name model.template_drops_thinking orchestrator.trajectory_strategy model.renderer",
             lambda c: (
-                c.plays
-                and c.model.strips_thinking
+                c.generates_rollouts
+                and c.model.template_drops_thinking
                 and c.orchestrator.trajectory_strategy == "interleaved"
                 and c.model.chat_template is None
                 and c.chat.thinking != "template"
@@ -294,7 +299,7 @@ table(
 
 
 @check_of(PlayRoot)
-def template_is_read(cfg: PlayRoot, of: Show) -> Iterator[Problem]:
+def template_is_read(cfg: PlayRoot, of: Describe) -> Iterator[Problem]:
     model, keys = cfg.model, ["model.chat_template", "model.chat_template_kwargs"]
     given, missing, known = model.chat_template_kwargs, [], []
     if model.chat_template is not None:

@@ -12,9 +12,9 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from rlx.config.roots import ROOTS
-from rlx.config.rules import Show, check_of
+from rlx.config.rules import Describe, check_of
 from rlx.config.schema import CommandConfig
-from rlx.config.tree import Problem, called_a_secret, secret_keys
+from rlx.config.validate import Problem, called_a_secret, secret_keys
 
 # As the best-known services make them: a folder may be called hf_checkpoint, or a model sk-something.
 VALUE = re.compile(r"^(Bearer \S+|(hf_|gh[opsu]_)[A-Za-z0-9]{30,}|sk-(?=\S*\d)[A-Za-z0-9_-]{20,}|github_pat_\w{30,}|xox[abp]-[\w-]{20,})$")
@@ -29,7 +29,7 @@ FIX = "leave it out; set an environment variable that the package or the job rea
 
 
 @check_of(CommandConfig)
-def secrets_in_open_keys(cfg: CommandConfig, of: Show) -> Iterator[Problem]:
+def secrets_in_open_keys(cfg: CommandConfig, of: Describe) -> Iterator[Problem]:
     known = {"inference.vllm.api_key", *(key for root in ROOTS for key in secret_keys(root.schema))}  # the first has a rule of its own
     places = dict.fromkeys((place, key) for key, value in _texts(cfg, "") if key not in known for place in _secrets(key, value))
     for place, key in places:

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from rlx.config.model_sizes import config_of, sizes_in
-from rlx.config.rules import Show, check_of, problem
+from rlx.config.rules import Describe, check_of, problem
 from rlx.config.schema import CommandConfig
-from rlx.config.tree import Origins, Problem
+from rlx.config.validate import Origins, Problem
 
 
 def _own(cfg: CommandConfig) -> tuple[Path | None, dict[str, Any]]:
@@ -35,7 +35,7 @@ def use_own_sizes(cfg: CommandConfig, origins: Origins) -> list[str]:
 
 
 @check_of(CommandConfig)
-def sizes_of_the_model(cfg: CommandConfig, of: Show) -> Iterator[Problem]:
+def sizes_of_the_model(cfg: CommandConfig, of: Describe) -> Iterator[Problem]:
     path, differing = _own(cfg)
     if differing:
         has = ", ".join(f"{key} {size}" for key, size in differing.items())
