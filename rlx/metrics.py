@@ -210,4 +210,5 @@ def read_metrics(path: Path, offset: int = 0) -> Iterator[tuple[dict, int]]:
                 record = json.loads(line)
             except (ValueError, RecursionError):
                 continue
-            yield record, offset
+            if isinstance(record, dict) and isinstance(record.get("source"), str) and isinstance(record.get("step"), int):
+                yield record, offset

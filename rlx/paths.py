@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -198,6 +199,14 @@ def atomic(path: Path, mode: int = 0o644, *, parents: bool = True) -> Iterator[P
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def remove(path: Path) -> None:
+    """Delete a file, or a folder with what it holds; of a link, which a user may have put there to move something away, the link alone."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
 
 
 def write_text(path: Path, text: str, mode: int = 0o644) -> None:

@@ -204,6 +204,10 @@ def test_the_day_that_templates_see_stays_that_of_the_first_attempt(made, monkey
         "export MY_SECRET=¤",
         "private_key: ¤",
         'anything = "glpat-¤¤"',
+        'url = "redis://:¤@host"',
+        'token = "¤"',
+        "password=b'¤'",
+        'API_KEY = """¤"""',
     ],
 )
 def test_what_looks_like_a_secret_stays_out_of_a_diff(line: str) -> None:

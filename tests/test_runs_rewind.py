@@ -99,6 +99,18 @@ def test_a_run_goes_back_to_its_checkpoint_and_nothing_of_later_steps_is_left(tm
     assert len(json.loads(paths.provenance.read_text())["later_attempts"]) == 1
 
 
+def test_what_a_user_has_moved_away_behind_a_link_stays_where_it_is(tmp_path: Path) -> None:
+    paths = ended(tmp_path / "run")
+    moved = []
+    for place in (paths.weights_of(7), paths.evaluation_of("math", "tiny", 6), paths.checkpoint_of(6)):
+        moved.append(tmp_path / f"moved_{len(moved)}")
+        place.rename(moved[-1])
+        place.symlink_to(moved[-1])
+    make(settled(tmp_path / "run", resume="3"))
+    assert all(folder.is_dir() for folder in moved)
+    assert (numbers(paths.weights)[-1], steps(paths), numbers(paths.evaluations / "math--tiny")) == (3, [3], [])
+
+
 def test_a_damaged_newest_checkpoint_is_set_aside_and_damaged_weights_are_removed(tmp_path: Path) -> None:
     paths = ended(tmp_path / "run")
     (paths.checkpoint_of(6) / "trainer" / "shard").write_bytes(b"damaged")

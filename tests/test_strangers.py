@@ -91,6 +91,30 @@ def test_targets_that_may_do_anything_are_known_wherever_they_are_in_a_node(node
     assert [".".join(key) for key, _ in executing({"optim": node})] == ([wrong] if wrong else [])
 
 
+@pytest.mark.parametrize(
+    ("data", "key"),
+    [
+        ({"envs": {"mine": {"id": "rlx.envs.function", "args": {"reward": "evil.score"}}}}, "envs.mine.args.reward"),
+        ({"envs": {"mine": {"id": "evil-env"}}}, "envs.mine.id"),
+        ({"eval": {"envs": {"mine": {"id": "owner/evil@1.0"}}}}, "eval.envs.mine.id"),
+        ({"slurm": {"setup": ["bash evil.sh"]}}, "slurm.setup"),
+        ({"slurm": {"prefix": ["./evil.sh"]}}, "slurm.prefix"),
+        ({"envs": {"math": {"id": "rlx_math"}}, "slurm": {"setup": [], "prefix": [], "container": None}}, None),
+    ],
+)
+def test_environments_and_jobs_that_run_what_is_not_rlxs_are_known(data: dict[str, Any], key: str | None) -> None:
+    assert [".".join(place) for place, _ in executing(data)] == ([key] if key else [])
+
+
+def test_a_fork_of_another_users_run_runs_what_the_command_line_names(theirs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (theirs / "config.yaml").read_text().replace("evil.grpo", "rlx.losses.grpo.grpo").replace("setup: []", "setup: [bash evil.sh]")
+    (theirs / "config.yaml").write_text(text)
+    give_away(theirs / "config.yaml", monkeypatch)
+    named = ["model.trust_remote_code=false", "envs.math.python=null", "envs.math.harness={}", "envs.math.sandbox=auto"]
+    with pytest.raises(ConfigError, match=r"another user, whose configuration executes code: slurm\.setup=\[bash evil\.sh\]\.\n  fix"):
+        compose(["resume=theirs", "run.name=fork", "dry_run=true", *named], {})
+
+
 def test_a_configuration_that_hydra_would_read_otherwise_is_not_composed_again(theirs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (theirs / "config.yaml").read_text().replace("evil.grpo", "rlx.losses.grpo.grpo")
     lines = [line for line in text.splitlines() if not line.startswith("#")]
@@ -104,15 +128,15 @@ def test_a_configuration_that_hydra_would_read_otherwise_is_not_composed_again(t
     assert not Path("executed").exists()
 
 
-@pytest.mark.parametrize("kind", ["a line without end", "a value nested without end"])
+@pytest.mark.parametrize("kind", ["a line without end", "a value nested without end", "the same after NaN"])
 @pytest.mark.parametrize("command", ["show theirs", "report theirs"])
 def test_rollouts_that_would_fill_the_memory_or_the_stack_are_refused(
     theirs: Path, kind: str, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("rlx.rollout.lines.MAX_LINE_BYTES", 1 << 20)
-    content = (
-        b"a" * (1 << 24) if kind == "a line without end" else b'{"env":"math","reward":1.0,"prompt":' + b"[" * 100_000 + b"]" * 100_000
-    )
+    reward = b"NaN" if kind == "the same after NaN" else b"1.0"
+    nested = b'{"env":"math","reward":' + reward + b',"prompt":' + b"[" * 100_000 + b"]" * 100_000
+    content = b"a" * (1 << 24) if kind == "a line without end" else nested
     file = theirs / "rollouts" / "step_000000.jsonl.zst"
     file.parent.mkdir(exist_ok=True)
     file.write_bytes(zstandard.ZstdCompressor().compress(content + b"}\n"))
@@ -143,6 +167,10 @@ def deep(file: Path) -> None:
     file.write_text('{"step":0,"source":"trainer","time":1,"value":' + "[" * 100_000 + "]" * 100_000 + "}\n")
 
 
+def strange(file: Path) -> None:
+    file.write_text('{"state":"completed","updated":"x","source":["trainer"],"step":0}\n[1]\n')
+
+
 LOOK = f"""import resource, sys
 from rlx.cli import main
 resource.setrlimit(resource.RLIMIT_AS, ({8 << 30},) * 2)
@@ -156,11 +184,14 @@ sys.exit(main(sys.argv[1:]))
         *((make, name) for make in (pipe, endless, huge, deep) for name in ("status.json", "metrics.jsonl")),
         *((make, "config.yaml") for make in (endless, deep)),
         *((pipe, name) for name in ("rollouts/step_000000.jsonl.zst", "heartbeats/trainer.json", "failures.json", "updates.jsonl")),
+        *((pipe, name) for name in ("kernels.json", "logs/trainer.log")),
+        (strange, "status.json"),
+        (strange, "metrics.jsonl"),
     ],
 )
 def test_a_file_that_has_no_end_or_is_nested_without_end_holds_up_no_command_that_looks(theirs: Path, make: Any, name: str) -> None:
     make(theirs / name)
-    for command in ("report theirs", "runs ."):
+    for command in ("report theirs", "runs .", "watch theirs"):
         done = subprocess.run([sys.executable, "-c", LOOK, *command.split()], capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode in (0, 1, 2)
         assert "Traceback" not in done.stdout + done.stderr

@@ -19,7 +19,7 @@ from typing import Any
 from rlx.config.eval_envs import is_due, pins
 from rlx.config.schema import Config, EvaluatedRun, TrainingRoot
 from rlx.metrics import read_metrics
-from rlx.paths import COMPLETE, RunPaths, listed, write_text
+from rlx.paths import COMPLETE, RunPaths, listed, remove, write_text
 from rlx.weights.files import WeightsError, verify
 
 TRAINER = "trainer"
@@ -205,7 +205,7 @@ def discard_after(paths: RunPaths, step: int, *, keep_as_damaged: bool) -> list[
         else:
             _delete(path)
     for path in [*paths.checkpoints.glob(f".*{WRITING}"), *paths.checkpoints.glob(f".*{DELETED}")]:
-        shutil.rmtree(path)
+        remove(path)
     return later
 
 

@@ -13,6 +13,7 @@ from rlx.checkpoints.folders import best_of
 from rlx.cli.bench import rows_of
 from rlx.cli.display import Display, Progress, count, sparkline
 from rlx.config.schema import SftRoot
+from rlx.config.strangers import is_mine
 from rlx.invocation import program
 from rlx.paths import write_text
 from rlx.rollout.failures import in_words
@@ -94,9 +95,9 @@ class Console(Display):
         parts += [f"{count(speed)} tokens/s {what}" for speed, what in speeds if speed is not None]
         rows += [("speed", " · ".join(parts))] if parts else []
         rows.append(("dropped", ", ".join(self._dropped()) or "nothing"))
-        if self.paths.failures.exists():
+        if self.paths.failures.is_file():
             rows += [("failed", line) for line in in_words(json.loads(self.paths.failures.read_text()))]
-        if self.paths.kernels.exists():
+        if self.paths.kernels.is_file():
             kernels = json.loads(self.paths.kernels.read_text())
             rows.append(("kernels", f"log-probabilities by {kernels['logprob']} · Liger's layer kernels {kernels['layers']}"))
             rows += [("warning", kernels["warning"])] if "warning" in kernels else []
@@ -154,7 +155,7 @@ class Console(Display):
 
     def suggestions(self) -> list[str]:
         root = self.paths.root
-        lines = [f"bash {shlex.quote(str(root / 'reproduce.sh'))}   # the same run again"]
+        lines = [f"bash {shlex.quote(str(root / 'reproduce.sh'))}   # the same run again"] if is_mine(root) else []
         if isinstance(self.cfg, SftRoot) and not self.cfg.lora.enabled:  # adapters are no model to start from
             weights = shlex.quote(f"model.name={self.paths.weights_of(self.cfg.max_steps)}")
             lines.append(f"{program()} env=… model=… {weights}   # reinforcement learning from the result")

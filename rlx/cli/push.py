@@ -32,6 +32,7 @@ def run(argv: list[str]) -> int:
 
     from rlx.cli.arguments import Parser
     from rlx.config.errors import ConfigError
+    from rlx.config.strangers import is_mine
     from rlx.runs.run import Run
     from rlx.weights.files import WeightsError, verify, versions
 
@@ -62,7 +63,8 @@ def run(argv: list[str]) -> int:
         raise ConfigError(f"{given.name} is there already, and it is public.\n  fix: another name, or make it private first")
     message, files = f"step {step} of {found.name}", [*known["files"], "COMPLETE"]  # and nothing else that lies there
     hub.upload_folder(repo_id=given.name, folder_path=folder, allow_patterns=files, commit_message=message)
-    hub.upload_file(repo_id=given.name, path_or_fileobj=found.paths.reproduce.read_bytes(), path_in_repo="reproduce.sh")
+    if is_mine(found.root):  # readers of the card are told to run it
+        hub.upload_file(repo_id=given.name, path_or_fileobj=found.paths.reproduce.read_bytes(), path_in_repo="reproduce.sh")
     hub.upload_file(repo_id=given.name, path_or_fileobj=text.encode(), path_in_repo="README.md")
     print(f"https://huggingface.co/{given.name}")
     return 0

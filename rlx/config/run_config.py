@@ -80,10 +80,11 @@ def source_of(request: CommandLine, root: Root) -> ConfigSource | None:
     if run is None or root_named(data.pop("defaults", None)) is not root:
         return None
     use_own_names(data)
-    if not is_mine(run) and (found := dict(executing(data))):
+    given = {o.key_or_group for o in request.overrides}
+    if not is_mine(run) and (found := {key: value for key, value in executing(data) if ".".join(key) not in given}):
         raise ConfigError(
             f"resume={resume} is a run of another user, whose configuration executes code: {said(found)}.\n"
-            "  fix: read that code; then copy the run (cp -r), and resume from your copy"
+            "  fix: read that code; then give these keys on the command line, or copy the run (cp -r) and resume from your copy"
         )
     return ConfigSource(run / FILE, {**data, **ITS_OWN})
 

@@ -5,6 +5,7 @@ A file may be a stranger's. Neither a long line, nor one that expands without en
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -45,8 +46,8 @@ def _decompressed(file: BinaryIO) -> Iterator[bytes]:
 def decoded(line: bytes) -> Any:
     """A line as Python's json reads it: others write its NaN and Infinity, which JSON does not have. Raises ValueError."""
     try:
-        return msgspec.json.decode(line)
-    except msgspec.DecodeError:
+        with contextlib.suppress(msgspec.DecodeError):
+            return msgspec.json.decode(line)
         return json.loads(line)
     except RecursionError:
         raise ValueError("a value in it is nested too deeply to be read") from None

@@ -37,7 +37,6 @@ KINDS = ("own", "options")
 Copy = Callable[[Path, Path], object]
 NO_OPTIONS: Mapping[str, Path] = MappingProxyType({})
 MAX_COPIED_BYTES = 32 << 20  # bytes of a package that are copied; a larger one is only hashed
-NOT_WRITTEN = {"__pycache__", ".git", ".venv"}
 INSTALLED = {"site-packages", "dist-packages"}
 
 
@@ -70,7 +69,7 @@ def all_of(
     """
     own = [(name, place, f"{FOLDER}/{place.name}") for name, place in modules(cfg)]
     of_options = [(name, place, f"{OPTIONS}/{name}") for name, place in options.items()]
-    return {"own": record(paths, own, None if copy_option is None else shutil.copyfile), "options": record(paths, of_options, copy_option)}
+    return {"own": record(paths, own, None if copy_option is None else shutil.copy), "options": record(paths, of_options, copy_option)}
 
 
 def modules(cfg: CommandConfig) -> Iterator[tuple[str, Path]]:
@@ -151,11 +150,11 @@ def _place(module: str, beside: Path | None = None) -> Path | None:
 
 
 def files_of(place: Path) -> list[Path]:
-    """A file alone, or all files of a package that do not come from running it."""
+    """A file alone, or all files of a package but hidden ones (.git, .env) and those that come from running it."""
     if not place.is_dir():
         return [place]
-    found = (file for file in place.rglob("*") if not NOT_WRITTEN & {*file.relative_to(place).parts})  # the package may lie in a .venv
-    return sorted(file for file in found if file.is_file())
+    parts = ((file, file.relative_to(place).parts) for file in place.rglob("*"))  # the package may lie in a .venv
+    return sorted(file for file, own in parts if not any(part.startswith((".", "__pycache__")) for part in own) and file.is_file())
 
 
 def digest_of(root: Path, files: Iterable[Path]) -> str:

@@ -41,13 +41,13 @@ DIFF = "uncommitted.diff"
 CODE = ("*.py", "*.yaml", "*.yml", "*.toml", "*.cfg", "*.ini", "*.sh", "*.jinja", "*.tpl", "Makefile", "Dockerfile")
 """The files whose uncommitted changes are kept. Notebooks, data and notes are nobody's record."""
 LIKE_A_SECRET = re.compile(
-    r"""(?imx) (\b\w{0,40}(?:api_?key|access_?key|private_?key|secret|passw|_token)\w{0,40}["']?\]?[ \t]{0,9}[:=][ \t]{0,9}["'])
-        (?![$<\[{]) [^"'\s{}]{8,} (?=["'])
+    r"""(?imx) (\b\w{0,40}(?:api_?key|access_?key|private_?key|secret|passw|passphrase|credential|\btoken|_token)\w{0,40}
+        ["']?\]?[ \t]{0,9}[:=][ \t]{0,9}[bru]?["']{1,3}) (?![$<\[{]) [^"'\s{}]{8,} (?=["'])
     | (\b\w{0,40}(?:api_?key|access_?key|private_?key|passw)\w{0,40}[ \t]{0,9}[:=][ \t]{0,9})
         [\w./+!@#%&*~-]{8,} (?=[ \t]{0,9}(?:\#|$))  # in YAML or a shell
     | (^[ \t+-]{0,80}(?:export[ \t]{1,9})?\w{0,40}(?:secret|token)(?:[ \t]{0,9}:[ \t]{0,9}|=))
         (?!\d{1,40}$) (?=\S*\d) [\w./+-]{8,} (?=[ \t]{0,9}(?:\#|$))  # alike
-    | (\bBearer[ \t]{1,9}) (?![$<{]) [^\s"'{}]{8,} | (://[^\s/:@"'{}]{1,80}:) (?![$<{]) [^\s"'/@{}]+ (?=@)  # in a header, in an address
+    | (\bBearer[ \t]{1,9}) (?![$<{]) [^\s"'{}]{8,} | (://[^\s/:@"'{}]{0,80}:) (?![$<{]) [^\s"'/@{}]+ (?=@)  # in a header, in an address
     | () \b(?:hf_|sk-|sk_live_|ghp_|github_pat_|glpat-|xox[bp]-|AKIA|AIza|eyJ[\w-]{8,}\.)[\w.-]{16,}  # by its prefix
     | () -----BEGIN[ ][A-Z ]*PRIVATE[ ]KEY-----[^-]{1,9999}"""
 )

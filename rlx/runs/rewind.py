@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +25,7 @@ from rlx.heartbeat import INTERVAL
 from rlx.invocation import program
 from rlx.lock import FileLock
 from rlx.metrics import read_metrics
-from rlx.paths import RunPaths, atomic, step_of, write_text
+from rlx.paths import RunPaths, atomic, remove, step_of, write_text
 from rlx.runs import own_code
 from rlx.runs.config_diff import changed_keys
 from rlx.weights import tmpfs
@@ -151,14 +150,14 @@ def rewind(paths: RunPaths, wanted: str = LATEST, warn: Callable[[str], None] = 
     _trim_updates(paths, done)
     for place in _of_steps(paths):
         if (step_of(place) or 0) >= done:
-            shutil.rmtree(place) if place.is_dir() else place.unlink()
+            remove(place)
     _forget_processes(paths)
     tmpfs.clear(paths.weights)
     for folder in paths.weights.glob(".step_*"):
-        shutil.rmtree(folder)
+        remove(folder)
     for version in versions(paths.weights):
         if version > done or (version == done and (done == 0 or not _whole(paths.weights_of(version), warn))):
-            shutil.rmtree(paths.weights_of(version))  # the trainer publishes the version that it starts from again
+            tmpfs.delete(paths.weights_of(version))  # the trainer publishes the version that it starts from again
     return start
 
 

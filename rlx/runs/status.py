@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from rlx.paths import RunPaths, listed, write_text
 from rlx.polling import LEFT
 from rlx.process import FULL
@@ -123,15 +125,11 @@ def _write_over(path: Path, text: str) -> bool:
 
 
 def read_status(paths: RunPaths) -> Status | None:
-    """The status of a run; `None` if the directory has none."""
+    """The status of a run; `None` if the directory has none. Raises ValueError for a file that rlx has not written."""
     try:
-        record = json.loads(_read(paths.status))
+        return msgspec.json.decode(_read(paths.status), type=Status)
     except FileNotFoundError:
         return None
-    if record["cause"] is not None:
-        record["cause"] = Cause(**{**record["cause"], "last_lines": tuple(record["cause"]["last_lines"])})
-    record["restarts"] = [Restart(**one) for one in record.get("restarts", ())]
-    return Status(**record)
 
 
 def _read(file: Path) -> str:
@@ -159,12 +157,11 @@ def describe_returncode(returncode: int, service: bool = False) -> str:
 
 def last_lines(log: Path, count: int) -> tuple[str, ...]:
     """The last non-empty lines of a log file, at most `count`. Of a line that a progress bar redraws, only its last state."""
-    try:
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - 65536))
-            text = file.read().decode(errors="replace")
-    except FileNotFoundError:
+    if not log.is_file():  # none yet, or a stranger's pipe
         return ()
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - 65536))
+        text = file.read(65536).decode(errors="replace")
     lines = [line.rstrip("\r").rpartition("\r")[2].rstrip() for line in text.split("\n")]
     return tuple(_from_the_engine([line for line in lines if line])[-count:]) if count > 0 else ()
 

@@ -7,7 +7,6 @@ directory, in the usual format. So the run can go on in another shared trainer, 
 from __future__ import annotations
 
 import logging
-import shutil
 import time
 from collections.abc import Callable
 
@@ -23,7 +22,7 @@ from rlx.models.lora import peft_config
 from rlx.models.policy import PolicyModel
 from rlx.models.slots import Slot
 from rlx.parallel.mesh import Mesh
-from rlx.paths import RunPaths, listed, write_text
+from rlx.paths import RunPaths, listed, remove, write_text
 from rlx.shared.membership import EvictedError, is_present, request_token
 from rlx.train.build import losses_of, optimizer_of, served
 from rlx.train.checkpoint import load
@@ -90,7 +89,7 @@ class HostedRun:
                 return ModelFiles({})
             for version in versions(paths.weights):  # an earlier attempt wrote it after the run was rewound
                 if version > self.step:
-                    shutil.rmtree(paths.weights_of(version))
+                    remove(paths.weights_of(version))
             write_text(paths.initial_model, f"{source}\n")
             return ModelFiles.of_adapters(peft_config(model.hf, cfg.lora, source), fetch(source, None))
 

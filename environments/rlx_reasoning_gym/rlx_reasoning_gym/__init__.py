@@ -59,7 +59,7 @@ def is_harmless(name: str, answer: str) -> bool:
         tree = ast.parse(answer.strip().replace("^", "**") if name not in LITERALS else answer.strip(), mode="eval").body
         if name in LITERALS:
             return (isinstance(tree, ast.Name) and tree.id.isupper()) or ast.literal_eval(tree) is not None
-        return re.search(r"[^\w\s+\-*/^().]|_|\d{13}", answer) is None and all(_may(node, name) for node in ast.walk(tree))
+        return re.search(r"[^\w\s+\-*/^().]|_|\d{13}|\d[eE][+-]?\d{2}", answer) is None and all(_may(node, name) for node in ast.walk(tree))
     except SyntaxError:
         return name in LITERALS  # such as `1 2 3`, which `eval` refuses
     except (ValueError, TypeError, MemoryError, RecursionError):

@@ -22,9 +22,9 @@ VALUE = re.compile(r"^(Bearer \S+|(hf_|gh[opsu]_)[A-Za-z0-9]{30,}|sk-(?=\S*\d)[A
 HARMLESS = re.compile(
     r"(|empty|none|null|dummy|local|ollama|not-needed|sk-no-key-required|true|false|[\d.]+|[/~.].*|[A-Z][A-Z0-9]*_[A-Z0-9_]+|\$.*)"
 )
-ASSIGNED = re.compile(r"(?:^|[\s;,])([A-Za-z_][A-Za-z0-9_]*)=(['\"]?)([^\s;,`'\"]+)")  # in a shell line: a variable and its value
+ASSIGNED = re.compile(r"(?:^|[\s;,])-{0,2}([A-Za-z_][A-Za-z0-9_-]*)=(['\"]?)([^\s;,`'\"]+)")  # in a shell line: a variable and its value
 LOGIN = re.compile(r"://[^/\s:@$]*:[^/\s@$]+@")
-SHELL = ("slurm.setup", "slurm.options")
+SHELL = re.compile(r"slurm\.(setup|prefix|options)|.*\.harness\.command")
 FIX = "leave it out; set an environment variable that the package or the job reads, or name one (judge_api_key_var=OPENAI_API_KEY)"
 
 
@@ -40,9 +40,9 @@ def _secrets(key: str, value: str) -> Iterator[str]:
     """The places of secrets in a text."""
     if _is_secret(key.rpartition(".")[2], value):
         yield key
-    if key.startswith(SHELL):
+    if SHELL.match(key):
         yield from (f"{variable} in {key}" for variable, _, content in ASSIGNED.findall(value) if _is_secret(variable, content))
-    if LOGIN.search(value) and (key.startswith(SHELL) or " " not in value):
+    if LOGIN.search(value) and (SHELL.match(key) or " " not in value):
         yield f"the password in the address of {key}"
 
 
