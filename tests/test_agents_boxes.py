@@ -90,6 +90,33 @@ async def test_a_box_reaches_the_gateway_and_no_other_port_of_this_machine(kind:
     await asyncio.gather(box.close(), without.close(), gateway.stop(), other.stop())
 
 
+def test_a_box_that_reached_a_port_leaves_no_open_file():
+    def opened() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    async def boxes() -> list[int]:
+        gateway, counts = Gateway(), []
+        await gateway.start()
+        for _ in range(4):
+            box = await open_box("bwrap", BoxConfig(**SMALL))
+            box.reach(gateway.port)
+            await box.run(["true"])
+            await box.close()
+            await asyncio.sleep(0.1)
+            counts.append(opened())
+        await gateway.stop()
+        return counts
+
+    counts = uvloop.run(boxes())  # as in a worker; its servers are of another class
+    assert counts[-1] == counts[0]
+
+
+def test_a_box_that_ends_at_once_says_its_exit_code(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("rlx.agents.box.Bubblewrap.starting", lambda self: ["sh", "-c", "exit 7"])
+    with pytest.raises(BoxError, match="cannot start: exit code 7"):
+        asyncio.run(open_box("bwrap", BoxConfig(**SMALL)))
+
+
 @pytest.mark.parametrize("kind", ISOLATED)
 async def test_two_boxes_do_not_see_each_other(kind: str):
     one, other = await asyncio.gather(*(open_box(kind, BoxConfig(**SMALL), image_of(kind)) for _ in range(2)))

@@ -173,6 +173,14 @@ def test_the_name_of_an_argument_makes_no_turn_either() -> None:
     assert chat.marks_in(json.dumps(chat.inert({"arguments": {"a<|im_end|>": 1}}), ensure_ascii=False)) == []
 
 
+def test_arguments_spell_no_mark_by_the_escapes_of_json_either() -> None:
+    """Renderers of some families decode them."""
+    chat, plain = chat_of("hermes"), '{"a": "\\u0041", "b": [1.50]}'
+    arguments = chat.inert({"arguments": '{"a": "x\\u003c|im_end|\\u003e"}'})["arguments"]
+    assert chat.marks_in(json.loads(arguments)["a"]) == []
+    assert chat.inert({"arguments": plain})["arguments"] == plain
+
+
 @pytest.mark.parametrize("where", ["few-shot answer", "reasoning", "arguments", "name", "tool", "system"])
 def test_no_field_of_a_message_or_a_tool_makes_a_turn(where: str) -> None:
     chat = chat_of("hermes")
@@ -196,6 +204,7 @@ def test_marks_that_a_tokenizer_does_not_call_special_make_no_turn_either() -> N
     tokenizer = small_tokenizer(template)
     tokenizer.add_tokens(["<｜User｜>", "<role>", "<b>", "  "])
     chat = Chat(tokenizer)
+    assert chat_of("hermes").marks_in("<tool_response>5</tool_response>") == [], "it stands within a turn"
     text = "<｜User｜>, <|done|>, [/INST], <role>, <b>  </b>"
     assert chat.marks_in(text) == ["<｜User｜>", "<|done|>", "[/INST]", "<role>"]
     ids = chat.render([{"role": "user", "content": text}])

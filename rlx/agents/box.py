@@ -114,7 +114,7 @@ class Box:
 
     async def entered(self, argv: Sequence[str], variables: Mapping[str, str]) -> list[str]:
         """The command of this machine that runs a command in the box's folder. Without control groups it has the bounds for itself."""
-        await asyncio.gather(*self._ports.values())
+        await asyncio.shield(asyncio.gather(*self._ports.values()))  # a command that is given up leaves them to the next
         return [*self.bounds(), *self.command(argv, self.variables(variables))]
 
     async def run(self, argv: Sequence[str], variables: Mapping[str, str] | None = None, **how: Any) -> Result:
@@ -143,7 +143,7 @@ class Box:
     async def close(self) -> None:
         """End everything in it, and remove it."""
         for server in await asyncio.gather(*self._ports.values(), return_exceptions=True):
-            if isinstance(server, asyncio.Server):
+            if server is not None and not isinstance(server, BaseException):  # uvloop's is no asyncio.Server
                 server.close()
         await self.end()
         await self.group.remove()
@@ -172,10 +172,13 @@ class Held(Box):
             async with asyncio.timeout(START_SECONDS):
                 await self.holder.stderr.readuntil(b"ready\n")  # type: ignore[union-attr]
                 self.pid = await self.first(self.holder.stdout)
-        except (OSError, asyncio.IncompleteReadError) as error:  # also a TimeoutError
-            said = getattr(error, "partial", b"").decode(errors="replace").strip()[-500:]
-            slow = f"it was not ready after {START_SECONDS:g} s" if isinstance(error, TimeoutError) else ""
-            raise BoxError(f"the box cannot start: {said or slow or error}") from error
+        except TimeoutError as error:
+            raise BoxError(f"the box cannot start: it was not ready after {START_SECONDS:g} s") from error
+        except (OSError, asyncio.LimitOverrunError) as error:
+            raise BoxError(f"the box cannot start: {error}") from error
+        except asyncio.IncompleteReadError as error:  # it has ended
+            said = error.partial.decode(errors="replace").strip()[-500:]
+            raise BoxError(f"the box cannot start: {said or f'exit code {await self.holder.wait()}'}") from error  # type: ignore[union-attr]
 
     async def listening(self, port: int) -> socket.socket | None:
         ours, theirs = socket.socketpair()
@@ -199,6 +202,7 @@ class Held(Box):
         if self.holder is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.holder.pid, signal.SIGKILL)
+            self.holder._transport.close()  # type: ignore[attr-defined] # else it waits for whoever holds the pipes
             await self.holder.wait()
 
 

@@ -308,9 +308,10 @@ def as_function(tool: Mapping[str, Any]) -> dict[str, Any] | None:
     """A tool of any dialect in OpenAI's form; None for one that the service itself would run."""
     own = tool.get("function", tool)
     free = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]} if tool.get("type") == "custom" else None
-    if "input_schema" not in own and (tool.get("type") not in ("function", "custom") or "custom" in tool):
+    kind = tool.get("type", "function" if "function" in tool else None)
+    if "input_schema" not in own and (kind not in ("function", "custom") or "custom" in tool):
         return None
-    return function(own["name"], own.get("description"), own.get("input_schema") or free or own.get("parameters"))
+    return function(own["name"], own.get("description"), own.get("input_schema", free or own.get("parameters")))
 
 
 def function(name: str, description: str | None, parameters: Any) -> dict[str, Any]:

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from traceback import extract_tb
 from typing import Any
 
 from rlx.config.errors import ConfigError
@@ -186,11 +187,11 @@ class FunctionEnvironment(LocalEnvironment):
     def rehearse(self) -> None:
         """Score a made-up answer to the first task. Raises ValueError if the function has a mistake, or returns what is no reward.
 
-        Not for what else may fail: a judge that is not reached from here, a library's own error.
+        Not for what else may fail: a judge or a variable that is not there on this host, a library's own error.
         """
         found = asyncio.run(self._score(Trace(), MADE_UP, dict(self.rows[0])))
-        fails = self.on_reward_error != "zero" and isinstance(found, BaseException) and type(found).__module__ == "builtins"
-        if fails and not isinstance(found, OSError):
+        builtin = isinstance(found, BaseException) and type(found).__module__ == "builtins" and not isinstance(found, OSError)
+        if builtin and self.on_reward_error != "zero" and extract_tb(found.__traceback__)[-1].filename == str(self.sources):
             raise ValueError(
                 f"envs.{self.name}: args.reward fails for the answer {MADE_UP!r}: {in_one_line(found, self.sources)}; "
                 "if that is to score 0: on_reward_error=zero"

@@ -178,9 +178,8 @@ class Fleet:
     def _has(self, state: ServerState, weights: WeightVersion) -> bool:
         """Whether a server has a version, or a newer one of this run."""
         version, run = parse_label(state.label) or (-1, "")
-        if weights.kind == "adapter":
-            return label_of(weights.version, self._run) in state.adapters
-        return run == self._run and version >= weights.version
+        has = label_of(weights.version, self._run) in state.adapters if weights.kind == "adapter" else version >= weights.version
+        return has and run == self._run  # an adapter on the model of another run is another policy
 
     def _compare_with_others(self, server: Replica) -> None:
         """Raise InferenceError if a server has another version 0 than one of the others that have it. Later versions are verified."""

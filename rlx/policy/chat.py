@@ -7,6 +7,8 @@ provably right. If not, the conversation is rendered afresh, and `rlx.rollout.sa
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -76,9 +78,10 @@ class Chat:
         self._read = {mark: ids.pop(mark) for mark in CALL_MARKS if mark in ids}
         self._cut = np.array(list(ids.values()), dtype=np.int64)
         # Families list few of their special tokens; Llama 3 leaves out those around a role's name.
-        # DeepSeek's before a role are not special, and a base model's ChatML is of ordinary characters: those count that the template has.
+        # DeepSeek's before a role are not special, and a base model's ChatML is of ordinary characters: those around turns count.
         template = str(tokenizer.chat_template)
-        added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special or token.content in template]
+        turns = self._turns(template)
+        added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special or token.content in turns]
         spelled = sorted({mark for mark in (*special, *added, *FRAME.findall(template)) if mark.strip()} - {*TAGS}, key=len, reverse=True)
         self._marks = re.compile("|".join(map(re.escape, spelled)) or "(?!)")
         if renderer is not None:
@@ -130,8 +133,18 @@ class Chat:
         if isinstance(value, str):
             return self._marks.sub(lambda found: found[0][0] + BREAK + found[0][1:], value)
         if isinstance(value, Mapping):
-            return {self.inert(key): self.inert(each) for key, each in value.items()}
+            own = {"arguments": self._inert_json}
+            return {self.inert(key): own.get(key, self.inert)(each) for key, each in value.items()}
         return [self.inert(each) for each in value] if isinstance(value, list | tuple) else value
+
+    def _inert_json(self, value: Any) -> Any:
+        """The arguments of a call, inert: as JSON they may spell a mark by escapes (`\\u003c`), which some renderers decode."""
+        try:
+            found = json.loads(value) if isinstance(value, str) else None
+        except (ValueError, RecursionError):
+            found = None
+        safe = self.inert(found)
+        return self.inert(value) if found == safe else json.dumps(safe, ensure_ascii=False)
 
     def raw(self, text: str) -> list[int]:
         """Token ids of a prompt that is raw text, with what the tokenizer puts before a sequence; once, if the text spells it itself."""
@@ -145,6 +158,14 @@ class Chat:
     def encode(self, text: str) -> list[int]:
         """The text as ids, without tokens that begin or end a sequence."""
         return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def _turns(self, template: str) -> str:
+        """What the template writes around turns without tools; itself if it refuses them."""
+        said: list[Message] = [{"role": role, "content": ""} for role in ("system", "user", "assistant", "user")]
+        for messages in (said, said[1:]):
+            with contextlib.suppress(Exception):  # whatever a template may raise
+                return str(self.tokenizer.apply_chat_template(messages, tokenize=False, strftime_now=today().strftime, **self._arguments))
+        return template
 
     def show(self, messages: list[Message], tools: list[dict] | None = None, answer: bool = True) -> str:
         """The conversation as text. Raises PolicyError if the template refuses the messages."""
