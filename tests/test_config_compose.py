@@ -330,7 +330,7 @@ def test_a_renamed_key_is_taken_by_its_old_name_for_each_environment_and_the_new
 @pytest.mark.parametrize(
     ("argv", "environ", "said"),
     [
-        (["env.reward_raises=zero"], {}, False),
+        (["env.reward_raises=zero"], {}, True),
         (["envs.sums={reward_raises: zero}"], {}, True),
         (["envs={sums: {reward_raises: zero}}"], {}, True),
         ([], {"RLX_ENVS__SUMS__REWARD_RAISES": "zero"}, True),
@@ -374,8 +374,13 @@ def test_the_new_name_of_a_renamed_key_is_a_key(key: str):
 
 def test_two_names_of_one_key_in_one_file_are_refused(tmp_path: Path):
     write(tmp_path / "experiment" / "both.yaml", "# @package _global_\norchestrator: {group_size: 4, rollouts_per_example: 8}\n")
-    with pytest.raises(ConfigError, match="are two names of one key"):
+    with pytest.raises(ConfigError, match=r"both\.yaml: .*are two names of one key"):
         compose(["--config-dir", str(tmp_path), "experiment=both"], {})
+
+
+def test_an_interpolation_of_an_older_name_says_the_new_one():
+    with pytest.raises(ConfigError, match=r"'hardware\.shared' not found .* `hardware\.shared` is called `hardware\.colocate` now"):
+        compose(["run.name='a-${hardware.shared}'"], {})
 
 
 def test_a_section_of_another_name_is_the_keys_section(tmp_path: Path):

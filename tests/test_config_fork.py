@@ -10,6 +10,7 @@ from given_away import give_away
 from rlx.config.errors import ConfigError
 from rlx.config.load import compose, to_yaml
 from rlx.config.roots import SFT
+from rlx.config.sweeps import expand
 
 SOURCE = (
     "env=sums",
@@ -46,13 +47,23 @@ def test_another_option_of_a_group_replaces_its_section(source: Path) -> None:
     assert (other.optim["lr"], other.orchestrator.batch_size, other.max_steps) == (3e-4, 64, 40)
 
 
+def test_a_fork_takes_what_an_experiment_or_a_sweep_says_and_the_last_of_two_sources(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "conf" / "experiment").mkdir(parents=True)
+    (tmp_path / "conf" / "experiment" / "slow.yaml").write_text("# @package _global_\noptim: {lr: 1e-6}\n")
+    cfg = compose([f"resume={source}", "--config-dir", str(tmp_path / "conf"), "experiment=slow"], {}).cfg
+    assert (cfg.optim["lr"], cfg.loss["_target_"], cfg.max_steps) == (1e-6, "rlx.losses.gspo.gspo", 40)
+    elements = expand([f"resume={source}", "sweeps=seeds"], {}).elements
+    assert [compose(list(each.argv), {}).cfg.loss["_target_"] for each in elements][:2] == ["rlx.losses.gspo.gspo"] * 2
+    assert compose(["resume=latest", f"resume={source}", "run.name=x"], {}).cfg.max_steps == 40
+    assert compose([f"resume={source}", "resume=null"], {}).cfg.max_steps == 100
+
+
 def test_what_a_fork_cannot_take_is_refused_or_left_alone(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="Could not override 'experiment'"):
-        compose([f"resume={source}", "experiment=sums_tiny"], {})
     assert compose([f"resume={source}", "hardware=auto", "logger=null"], {}).cfg.hardware.name == "cpu"
     named = compose(["--config-dir", str(source), "--config-name", "config", f"resume={source}", "run.name=x"], {}).cfg
     assert named.loss["_target_"] == "rlx.losses.gspo.gspo"
-    assert compose([f"resume={tmp_path / 'gone'}"], {}).cfg.max_steps == 100, "that it is not there is said when it is looked for"
+    with pytest.raises(ConfigError, match=r"there is no .*/gone\.\n  fix: name a run directory"):
+        compose([f"resume={tmp_path / 'gone'}"], {})
     assert compose([f"resume={source}", "data=fake"], {}, SFT).cfg.loss["_target_"] == "rlx.losses.sft.sft", "a run of another command"
 
 

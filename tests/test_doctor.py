@@ -110,6 +110,24 @@ def test_what_is_here_is_compared_with_what_the_run_needs(tmp_path, monkeypatch,
     assert words in f"{found} {remedy}"
 
 
+@pytest.mark.parametrize(
+    ("lacks", "sandbox", "state", "words"),
+    [
+        ("bwrap", "auto", "failed", "envs.program: sandbox=bwrap: it is not there"),
+        ("podman", "auto", "ok", ""),
+        ("bwrap", "none", "ok", ""),
+    ],
+)
+def test_boxes_that_a_program_needs_must_be_possible_here(tmp_path, monkeypatch, lacks, sandbox, state, words):
+    monkeypatch.setattr("rlx.agents.images.problem_of", lambda kind: "it is not there" if kind == lacks else None)
+    (tmp_path / "tasks.jsonl").write_text('{"question": "?"}\n')
+    args = f"env.args={{data: {tmp_path}/tasks.jsonl, test: true}}"
+    own = config(f"run.dir={tmp_path}/run", "env=program", args, f"env.sandbox={sandbox}", "launcher.check_envs=false")
+    (found,) = doctor.examine(own, {"sandboxes": doctor.sandboxes})
+    assert (found.state, lacks in found.found) == (state, False)
+    assert words in found.remedy
+
+
 def test_packages_that_are_missing_or_of_other_versions_are_named(examined, monkeypatch):
     assert doctor.packages(examined)[0] == "ok", "the tests run with the tested packages"
     real = importlib.metadata.version

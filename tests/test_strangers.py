@@ -106,13 +106,12 @@ def test_environments_and_jobs_that_run_what_is_not_rlxs_are_known(data: dict[st
     assert [".".join(place) for place, _ in executing(data)] == ([key] if key else [])
 
 
-def test_a_fork_of_another_users_run_runs_what_the_command_line_names(theirs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fork_of_another_users_run_takes_over_no_lines_of_its_jobs(theirs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (theirs / "config.yaml").read_text().replace("evil.grpo", "rlx.losses.grpo.grpo").replace("setup: []", "setup: [bash evil.sh]")
     (theirs / "config.yaml").write_text(text)
     give_away(theirs / "config.yaml", monkeypatch)
-    named = ["model.trust_remote_code=false", "envs.math.python=null", "envs.math.harness={}", "envs.math.sandbox=auto"]
-    with pytest.raises(ConfigError, match=r"another user, whose configuration executes code: slurm\.setup=\[bash evil\.sh\]\.\n  fix"):
-        compose(["resume=theirs", "run.name=fork", "dry_run=true", *named], {})
+    with pytest.raises(ConfigError, match=r"another user, whose configuration executes code: .*slurm\.setup=\[bash evil\.sh\]"):
+        compose(["resume=theirs", "run.name=fork", "dry_run=true"], {})
 
 
 def test_a_configuration_that_hydra_would_read_otherwise_is_not_composed_again(theirs: Path, monkeypatch: pytest.MonkeyPatch) -> None:

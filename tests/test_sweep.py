@@ -84,6 +84,13 @@ def test_the_command_line_wins_over_a_file_of_the_group_sweeps():
     assert names("sweeps=async_level", "seed=5") == [f"max_async_level={k}" for k in (0, 1, 2, 4)]
 
 
+def test_the_command_line_wins_over_the_older_name_of_a_key_in_such_a_file(tmp_path: Path):
+    (tmp_path / "sweeps").mkdir()
+    params = "{orchestrator.group_size: '4,8', seed: '1,2'}"
+    (tmp_path / "sweeps" / "mine.yaml").write_text(f"# @package _global_\nhydra: {{sweeper: {{params: {params}}}}}\n")
+    assert names("sweeps=mine", "--config-dir", str(tmp_path), "orchestrator.rollouts_per_example=2") == ["seed=1", "seed=2"]
+
+
 def test_files_of_ones_own_are_found(tmp_path: Path):
     (tmp_path / "sweeps").mkdir()
     (tmp_path / "sweeps" / "mine.yaml").write_text("# @package _global_\nmax_steps: 5\nhydra: {sweeper: {params: {seed: '1,2'}}}\n")

@@ -250,8 +250,9 @@ class Container(Held):
         argv += [f"--memory={int(limits.memory_gb * 2**30)}"] if limits.memory_gb else []
         argv += [f"--pids-limit={limits.processes}"] if limits.processes else []
         argv += [f"--volume={folder}:{folder}:ro" for folder in limits.folders]
-        argv += ["--tmpfs", f"{HOME}:rw,exec,mode=1777,size={int(limits.disk_gb * 2**30)}", "--workdir", HOME, "--entrypoint", ""]
-        return [*argv, self.image, "sh", "-c", HOLD + "read -r _"]
+        size = int(limits.disk_gb * 2**30)
+        argv += [f"--tmpfs={name}:rw,exec,mode=1777,size={size}" for name in (*WRITABLE, HOME)]  # the rest of the image is on its own disk
+        return [*argv, "--workdir", HOME, "--entrypoint", "", self.image, "sh", "-c", HOLD + "read -r _"]
 
     async def first(self, said: Any) -> int:
         result = await run([self.kind, "inspect", "--format", "{{.State.Pid}}", self.name], timeout=START_SECONDS)

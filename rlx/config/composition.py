@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ SCHEMA = "rlx_schema"  # every key with its default; first in the defaults list
 INHERITED = "rlx_inherited"  # what another run or a named endpoint gives (`Root.inherits`); before the variables in the defaults list
 VARIABLES = "rlx_variables"  # what environment variables set; before the experiment in the defaults list
 CHOSEN = "rlx_chosen"  # lists every group without an option: a run that starts from another's configuration, the node of an environment
-GROUPS = ("hardware", "launcher", "slurm", "env", "data", "advantage", "loss", "optim", "model", "logger")
+GROUPS = ("hardware", "launcher", "slurm", "env", "data", "advantage", "loss", "optim", "model", "logger", "experiment", "sweeps")
 """The groups of which such a run may choose another option, in the order of `train.yaml`: its section comes from there."""
 
 
@@ -193,7 +194,8 @@ def _compose(
     typed = [line.partition("=")[0].lstrip("+~") for line in request.lines]
     typed += [inner for o in values if isinstance(value_of(o), dict) for inner in flatten(value_of(o), o.key_or_group)]
     typed += [name.removeprefix(PREFIX).lower().replace("__", ".") for name in environ if name.startswith(PREFIX)]
-    notes += [*files.renamed, *renamed(typed)]
+    (only,) = data["envs"] if len(data.get("envs") or ()) == 1 else ("NAME",)
+    notes += [*files.renamed, *renamed(re.sub(r"^env\.", f"envs.{only}.", key) for key in typed)]
     return Tree(data, origins, dict(files.choices), list(request.lines), notes, problems_found, files.swept, chosen)
 
 
@@ -239,7 +241,10 @@ def _files(loader: ConfigLoader, name: str, lines: list[str], groups: Groups, st
             swept |= ((values.pop("hydra", None) or {}).get("sweeper") or {}).get("params") or {}
             values = nested(default.package or "", values)
             old += renamed(flatten(values))
-            use_own_names(values)
+            try:
+                use_own_names(values)
+            except ConfigError as error:
+                raise ConfigError(f"{label(file)}: {error}") from None
             of_group = "/" in path
             own |= {} if is_shipped(file) else {f"{path}.yaml": file}
             layers.append(
@@ -333,6 +338,7 @@ def _resolve(data: dict[str, Any], origins: Origins, problems: list[Problem]) ->
             key, node = str(error.full_key), error.parent_node
             said = str(error).splitlines()[0].rpartition("while resolving interpolation: ")[2]
             text = f"`{key}` ({origins.find(key)}) cannot be resolved: {said} (as text, `${{` is `\\${{`)."
+            text += "".join(f" {line}." for line in renamed(re.findall(r"Interpolation key '([^']+)'", said)))
             if cfg is None or node is None:
                 raise ConfigError(text) from None
             if not isinstance(error, InterpolationToMissingValueError):  # the missing value is reported as its own problem

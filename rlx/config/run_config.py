@@ -71,20 +71,21 @@ def source_of(request: CommandLine, root: Root) -> ConfigSource | None:
             )
         use_own_names(data)
         return ConfigSource(file, data)
-    resume = next((o.value() for o in request.overrides if o.key_or_group == "resume" and not o.is_sweep_override()), None)
+    resume = ([o.value() for o in request.overrides if o.key_or_group == "resume" and not o.is_sweep_override()] or [None])[-1]
     if request.config_name != root.command or not is_fork(resume):
         return None
     path = Path(resume).expanduser().absolute()
+    if not path.exists():
+        raise ConfigError(f"resume={resume}: there is no {path}.\n  fix: name a run directory, or a checkpoints/step_N of one")
     run = next((place for place in (path, path.parent.parent) if (place / FILE).is_file()), None)
     data = read(run / FILE) if run is not None else {}
     if run is None or root_named(data.pop("defaults", None)) is not root:
         return None
     use_own_names(data)
-    given = {o.key_or_group for o in request.overrides}
-    if not is_mine(run) and (found := {key: value for key, value in executing(data) if ".".join(key) not in given}):
+    if not is_mine(run) and (found := dict(executing(data))):
         raise ConfigError(
             f"resume={resume} is a run of another user, whose configuration executes code: {said(found)}.\n"
-            "  fix: read that code; then give these keys on the command line, or copy the run (cp -r) and resume from your copy"
+            "  fix: read that code; then copy the run (cp -r), and resume from your copy"
         )
     return ConfigSource(run / FILE, {**data, **ITS_OWN})
 

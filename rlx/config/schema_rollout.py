@@ -50,7 +50,12 @@ class BoxConfig:
         4.0, "GiB for all its processes and files together; without control groups, for each process; null: no bound", above=0
     )
     processes: int | None = key(512, "processes and threads at a time; null: no bound", low=1)
-    disk_gb: float = key(1.0, "GiB of files in each folder that it can write (/box, /tmp, …), which are in memory", above=0)
+    disk_gb: float = key(
+        1.0,
+        "GiB of files in each folder that it can write (/box, /tmp, /tests, /logs, /dev/shm), which are in memory; a container can also "
+        "write in the folders of its image, on the engine's disk, without a bound",
+        above=0,
+    )
 
 
 @dataclass

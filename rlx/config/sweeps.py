@@ -18,6 +18,7 @@ from hydra.core.override_parser.types import Override
 
 from rlx.config.composition import compose_tree
 from rlx.config.errors import ConfigError
+from rlx.config.nested import own_name
 from rlx.config.overrides import line_of, parse, read_request, value_of, with_benchmarks
 from rlx.config.roots import TRAIN, Root
 from rlx.config.run_config import source_of
@@ -71,7 +72,7 @@ def expand(argv: Sequence[str], environ: Mapping[str, str] | None = None, root: 
 
     of_files = compose_tree(shared, environ, root).swept
     chosen = {o.key_or_group for o in request.overrides}
-    params = parse(f"{key}={value}" for key, value in of_files.items() if key not in chosen)
+    params = parse(f"{key}={value}" for key, value in of_files.items() if own_name(key.lstrip("+")) not in chosen)
     shared += [line_of(o) for o in params if not o.is_sweep_override()]  # a file may give a key only one value
     swept = [o for o in (*params, *request.overrides) if o.is_sweep_override()]
     for key, o in itertools.product(secret_keys(root.schema), swept):

@@ -20,6 +20,7 @@ import yaml
 from rlx.checkpoints import folders
 from rlx.config.errors import ConfigError, may_read
 from rlx.config.load import load_command
+from rlx.config.nested import use_own_names
 from rlx.config.roots import root_named
 from rlx.config.schema import CommandConfig
 from rlx.config.schema_eval import EvalRoot
@@ -241,6 +242,8 @@ def _written(paths: RunPaths, cfg: SynthesizeRoot) -> object:
     from rlx.rollout.sft_export import METADATA  # it loads numpy
 
     try:
-        return json.loads(paths.synthesized.with_name(METADATA).read_text()).get("asked")
+        asked = json.loads(paths.synthesized.with_name(METADATA).read_text()).get("asked")
+        use_own_names(asked or {})
+        return asked
     except (OSError, ValueError):
         return None

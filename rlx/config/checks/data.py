@@ -73,6 +73,12 @@ table_each(
             "{s.at}.workers=1 or more, or remove `python`",
         ),
         Rule(
+            "{s.at}.workers",
+            lambda s: OWN_KINDS.get(s.env.id) == "gateway" and s.env.workers not in (0, 1),
+            "the gateway of {s.at} listens at one port, so one process serves it",
+            "{s.at}.workers=1",
+        ),
+        Rule(
             "{s.at}.python",
             lambda s: s.env.python is not None and s.cfg.launcher.name == "local" and not Path(program_of(s.env.python)).is_file(),
             "{s.env.python} is no Python that can be run here",

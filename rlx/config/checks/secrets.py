@@ -20,7 +20,7 @@ from rlx.config.validate import Problem, called_a_secret, secret_keys
 VALUE = re.compile(r"^(Bearer \S+|(hf_|gh[opsu]_)[A-Za-z0-9]{30,}|sk-(?=\S*\d)[A-Za-z0-9_-]{20,}|github_pat_\w{30,}|xox[abp]-[\w-]{20,})$")
 # What no secret looks like: what servers without keys are given, a number, a truth value, a path, a variable's name or value.
 HARMLESS = re.compile(
-    r"(|empty|none|null|dummy|local|ollama|not-needed|sk-no-key-required|true|false|[\d.]+|[/~.].*|[A-Z][A-Z0-9]*_[A-Z0-9_]+|\$.*)"
+    r"(|empty|none|null|dummy([-_]key)?|unused|no[-_]key|local|ollama|not-needed|sk-no-key-required|true|false|[\d.]+|[/~.].*|[A-Z][A-Z0-9]*_[A-Z0-9_]+|\$.*)"
 )
 ASSIGNED = re.compile(r"(?:^|[\s;,])-{0,2}([A-Za-z_][A-Za-z0-9_-]*)=(['\"]?)([^\s;,`'\"]+)")  # in a shell line: a variable and its value
 LOGIN = re.compile(r"://[^/\s:@$]*:[^/\s@$]+@")
