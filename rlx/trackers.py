@@ -120,7 +120,7 @@ class Wandb:
             dir=str(paths.root),
             config=asdict(redacted(config)),
             # W&B's process may start slowly from a network file system.
-            settings=wandb.Settings(console="off", silent=True, x_service_wait=300.0),
+            settings=wandb.Settings(console="off", silent=True, x_service_wait=200.0),
         )
         # W&B's own step may only grow, but roles report a step at different times. So each metric uses `step` as its axis.
         self._run.define_metric("*", step_metric="step")

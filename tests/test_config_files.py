@@ -117,12 +117,12 @@ def test_other_groups_take_one_option(key: str):
 def test_a_path_with_a_comma_or_letters_of_other_languages_needs_no_quotes_if_it_exists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     folder = "outputs/läufe/loss=grpo,seed=1"
-    found = expand([f"resume='{folder}'", f"run.dir='{folder}'", "seed=1,2", "dry_run=true"], {})
-    assert found.directory == folder
-    assert [compose(element.argv, {}).cfg.resume for element in found.elements] == [folder] * 2
     with pytest.raises(ConfigError, match="cannot be parsed"):
         compose([f"resume={folder}", "dry_run=true"], {})
     Path(folder).mkdir(parents=True)
+    found = expand([f"resume='{folder}'", f"run.dir='{folder}'", "seed=1,2", "dry_run=true"], {})
+    assert found.directory == folder
+    assert [compose(element.argv, {}).cfg.resume for element in found.elements] == [folder] * 2
     shown = f"./{folder}"  # another text, as parsed lines are kept
     swept = expand([f"run.dir={shown}", "seed=1,2", "dry_run=true"], {})
     assert (swept.directory, len(swept.elements)) == (shown, 2)

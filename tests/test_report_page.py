@@ -282,9 +282,10 @@ def test_runs_that_only_repeat_a_seed_are_told_apart(tmp_path: Path) -> None:
     assert "Runs of one seed are one draw" in page_of(tmp_path / "folder")
     for seed in (4, 5):
         make(tmp_path / "folder" / str(seed), [0.2] * 6, seed=seed)
+    make(tmp_path / "folder" / "f", [0.1] * 2, seed=5, state="failed")  # the try before; its seed has a run that completed
     (setting,) = arrange([gather(Run(path)) for path in sorted((tmp_path / "folder").glob("?"))]).settings
     line = mean_curve(setting, "reward/mean", "orchestrator", 0)
-    assert (len(setting.runs), setting.scored, line.runs.max()) == (4, [0.2, 0.2, 0.5], 3), "bands are over seeds, too"
+    assert (len(setting.runs), setting.scored, line.runs.max(), line.whole) == (5, [0.2, 0.2, 0.5], 3, None), "bands are over seeds, too"
     assert line.y == pytest.approx(0.3)
 
 

@@ -14,10 +14,10 @@ import pytest
 from main_job import MainJob
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
-SMALL = ["model=tiny", "env=gateway", "env.args.port=0", "sampling.max_tokens=8", "model.warm_start.steps=20"]
+SMALL = ["model=tiny", "env=gateway", "env.args={data: tasks.jsonl, port: 0}", "sampling.max_tokens=8", "model.warm_start.steps=20"]
 
 
-def play(key: Path, log: Path, ended: threading.Event) -> None:
+def play(key: Path, logs: Path, ended: threading.Event) -> None:
     """Take session after session, ask once in each, and post a reward: 1 for an answer that begins with a vowel."""
 
     def post(url: str, own: str, body: object) -> dict:
@@ -27,7 +27,7 @@ def play(key: Path, log: Path, ended: threading.Event) -> None:
 
     while not ended.wait(0.2):
         try:
-            address = log.read_text().partition("sessions at ")[2].partition("/sessions")[0]
+            address = "".join(log.read_text() for log in logs.glob("env_*.log")).partition("sessions at ")[2].partition("/sessions")[0]
             session = post(f"{address}/sessions", key.read_text(), {})
             if session:
                 asked = {"model": "policy", "messages": [{"role": "user", "content": "abc"}]}
@@ -39,14 +39,17 @@ def play(key: Path, log: Path, ended: threading.Event) -> None:
 
 @pytest.fixture
 def programs(tmp_path: Path):
-    """Four programs that begin once the run's log names the gateway."""
+    """Four programs that begin once a log of the run names the gateway. The tasks, with answers for a warm start, are there."""
+    tasks = [{"question": a + b, "answer": b + a} for a in "abcdefgh" for b in "abcdefgh"]
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
     ended = threading.Event()
     threads: list[threading.Thread] = []
 
-    def begin(log: Path) -> None:
-        for _ in range(4):
-            threads.append(threading.Thread(target=play, args=(tmp_path / "gateway.key", log, ended), daemon=True))
-            threads[-1].start()
+    def begin(run_dir: Path) -> None:
+        logs = run_dir / "logs" / "attempt_0"
+        threads.extend(threading.Thread(target=play, args=(tmp_path / "gateway.key", logs, ended), daemon=True) for _ in range(4))
+        for thread in threads:
+            thread.start()
 
     yield begin
     ended.set()
@@ -56,7 +59,7 @@ def programs(tmp_path: Path):
 
 def test_a_run_trains_from_programs_in_other_shells(start, programs, tmp_path: Path) -> None:
     job: MainJob = start(tmp_path / "run", *SMALL, "max_steps=2", "orchestrator.batch_size=8", "orchestrator.rollouts_per_example=4")
-    programs(job.run_dir / "logs" / "attempt_0" / "env_gateway.log")
+    programs(job.run_dir)
     assert job.wait() == 0, job.text()
     played = [record for step in range(2) for record in job.rollouts(step)]
     assert len(played) == 16
@@ -66,7 +69,7 @@ def test_a_run_trains_from_programs_in_other_shells(start, programs, tmp_path: P
 
 
 def test_a_model_is_served_to_programs_and_what_they_did_is_collected(programs, tmp_path: Path) -> None:
-    programs(tmp_path / "served" / "logs" / "attempt_0" / "env_gateway.log")
+    programs(tmp_path / "served")
     command = [sys.executable, "-m", "rlx.cli", "gateway", *SMALL, "num_examples=6", "run.dir=served"]
     done = subprocess.run(command, cwd=tmp_path, env=os.environ | {"HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr

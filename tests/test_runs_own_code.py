@@ -16,6 +16,7 @@ from rlx.config.errors import ConfigError
 from rlx.config.load import compose, load_command
 from rlx.launch.children import Children
 from rlx.launch.supervisor import Supervisor
+from rlx.metrics import MetricsWriter
 from rlx.paths import RunPaths
 from rlx.plan.make import make_plan
 from rlx.report.gather import gather
@@ -79,11 +80,12 @@ def test_a_changed_loss_is_seen_by_diff_resume_and_report_and_its_copy_is_run_ag
 def test_what_the_own_code_imports_is_recorded_too(made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A helper beside the loss, a package that the helper imports, the target of a node inside a node, a chat template."""
     (tmp_path / "mine_losses.py").write_text("import numpy\nfrom mine_helpers import clip\nfrom rlx.losses.grpo import grpo\n")
-    (tmp_path / "mine_helpers.py").write_text("def clip():\n    import mine_pack.deep\n    import json, mine_losses\n")
+    (tmp_path / "mine_helpers.py").write_text("def clip():\n    import mine_pack.deep\n    import json, mine_losses, mine_logs\n")
     (tmp_path / "mine_pack").mkdir()
     (tmp_path / "mine_pack" / "__init__.py").touch()
     (tmp_path / "mine_pack" / "deep.py").write_text("X = 1\n")
     (tmp_path / "numpy").mkdir()  # a folder of that name is no module of the user's
+    (tmp_path / "mine_logs").mkdir()  # nor one without code that is called like what is imported
     (tmp_path / "mine.jinja").write_text("{{ messages }}")
     paths = made("a")
     assert {*own_code.recorded(json.loads(paths.provenance.read_text()))} == {"mine_losses", "mine_rewards", "mine_helpers", "mine_pack"}
@@ -103,6 +105,12 @@ def test_code_that_changed_while_the_run_waited_is_recorded_when_it_starts(made,
     assert provenance.note_changes(paths, cfg) == []
     before = own_code.recorded(json.loads(paths.provenance.read_text()))
     (tmp_path / "mine_losses.py").write_text("from rlx.losses.grpo import grpo\n\nCHANGED = True\n")
+    assert provenance.note_changes(paths, cfg) != []
+    assert "CHANGED" in (paths.root / "code" / "mine_losses.py").read_text(), "no step has run other code"
+    assert not (paths.root / provenance.CODE_CHANGED).exists()
+    before = own_code.recorded(json.loads(paths.provenance.read_text()))
+    MetricsWriter(paths.metrics, "trainer").write(0, {"loss/total": 1.0})
+    (tmp_path / "mine_losses.py").write_text("from rlx.losses.grpo import grpo\n\nCHANGED = 2\n")
     (line,) = provenance.note_changes(paths, cfg)
     after = own_code.recorded(json.loads(paths.provenance.read_text()))
     assert line == f"code of mine_losses: {before['mine_losses']} → {after['mine_losses']}"
@@ -111,7 +119,7 @@ def test_code_that_changed_while_the_run_waited_is_recorded_when_it_starts(made,
     said = subprocess.run(["sh", "-n", str(paths.reproduce)], capture_output=True, text=True, check=True)
     assert (said.stderr, provenance.CODE_CHANGED in paths.reproduce.read_text()) == ("", True)
 
-    (tmp_path / "mine_losses.py").write_text("from rlx.losses.grpo import grpo\n")
+    (tmp_path / "mine_losses.py").write_text("from rlx.losses.grpo import grpo\n\nCHANGED = True\n")
     monkeypatch.setattr(Supervisor, "_handle_signals", lambda self: None)
     monkeypatch.setattr(Children, "start_reaper", lambda *_: sys.exit("nothing is to be started"))
     with pytest.raises(SystemExit):
@@ -208,6 +216,8 @@ def test_the_day_that_templates_see_stays_that_of_the_first_attempt(made, monkey
         'token = "¤"',
         "password=b'¤'",
         'API_KEY = """¤"""',
+        "{api_key: ¤}",
+        "export WANDB_API_KEY=¤; run",
     ],
 )
 def test_what_looks_like_a_secret_stays_out_of_a_diff(line: str) -> None:
@@ -223,6 +233,10 @@ def test_what_looks_like_a_secret_stays_out_of_a_diff(line: str) -> None:
         "max_token: 12345678",
         "is_token = mask_of_tokens",
         "    token: SomeClassName",
+        'tokenizer = "Qwen/Qwen3-0.6B"',
+        '"num_tokens": "completion_length",',
+        "api_key = self.config.api_key",
+        "api_key_var: OPENAI_API_KEY",
     ],
 )
 def test_what_is_no_secret_stays_in_a_diff(line: str) -> None:

@@ -227,6 +227,20 @@ class Idle(torch.optim.SGD):
 
 class Own(torch.optim.SGD):
     pass
+
+
+def region(tokens):
+    return TokenLoss(loss=((tokens.logp - tokens.inference_logp).abs() - 0.2).clamp(min=0) ** 2)
+
+
+class Sorting(torch.optim.SGD):
+    def __init__(self, params, lr=0.1):
+        params = list(params)
+        super().__init__([{"params": [p for p in params if p.ndim > 1]}, {"params": [p for p in params if p.ndim < 2]}], lr=lr)
+
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            torch.linalg.svd(p.grad)
 """
 MORE = {"loss": "aggregate: token_mean\n", "optim": "lr: 1e-4\n"}
 
@@ -277,7 +291,10 @@ def test_what_cannot_train_is_refused_in_its_authors_words(said, tmp_path: Path,
     assert "Traceback" not in text
 
 
-@pytest.mark.parametrize(("group", "name"), [("loss", "good"), ("loss", "by_sequence"), ("advantage", "own_mean"), ("optim", "Own")])
+@pytest.mark.parametrize(
+    ("group", "name"),
+    [("loss", "good"), ("loss", "by_sequence"), ("loss", "region"), ("advantage", "own_mean"), ("optim", "Own"), ("optim", "Sorting")],
+)
 def test_what_can_train_is_planned(said, group: str, name: str) -> None:
     code, text = said(group, name)
     assert code == 0, text

@@ -163,7 +163,9 @@ def _key(name: str) -> str:
 
 def _mean(setting: Setting, name: str, source: str, place: int, marks: bool = False) -> Curve | None:
     """The mean curve of a setting's seeds; `None` if no run has the metric."""
-    found = [(seed, series) for seed, facts in setting.with_seeds if len((series := facts.series(name, source))[0])]
+    ended = {seed for seed, facts in setting.with_seeds if facts.ended_well}
+    counted = [(seed, facts) for seed, facts in setting.with_seeds if facts.ended_well or seed not in ended]  # as in `by_seed`
+    found = [(seed, series) for seed, facts in counted if len((series := facts.series(name, source))[0])]
     if not found:
         return None
     x, values = aligned([series for _, series in found])

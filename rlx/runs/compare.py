@@ -52,7 +52,8 @@ def _code(run: Run, provenance: Mapping[str, Any]) -> dict[str, Any]:
     diff = run.root / source["diff"] if source["diff"] else None
     changes = f"digest {hashlib.sha256(diff.read_bytes()).hexdigest()[:12]}" if diff is not None and diff.exists() else "none"
     own = {f"own {name}": digest for name, digest in recorded(provenance).items()}
-    return {"rlx": provenance["rlx"], "commit": source["commit"], "uncommitted changes": changes, **own}
+    digest = source.get("code")  # the changes that are kept are without what looks like a secret
+    return {"rlx": provenance["rlx"], "commit": source["commit"], "digest": digest, "uncommitted changes": changes, **own}
 
 
 def _packages(provenance: Mapping[str, Any]) -> dict[str, Any]:

@@ -146,7 +146,8 @@ def _place(module: str, beside: Path | None = None) -> Path | None:
     if spec is None or not (spec.submodule_search_locations or spec.origin):
         return None
     place = Path(next(iter(spec.submodule_search_locations or [str(spec.origin)])))
-    return None if INSTALLED & {*place.parts} else place
+    named_so = spec.origin is None and not any(place.glob("*.py"))  # any folder here may be called like a package that is not installed
+    return None if named_so or INSTALLED & {*place.parts} else place
 
 
 def files_of(place: Path) -> list[Path]:

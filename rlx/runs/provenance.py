@@ -41,12 +41,12 @@ DIFF = "uncommitted.diff"
 CODE = ("*.py", "*.yaml", "*.yml", "*.toml", "*.cfg", "*.ini", "*.sh", "*.jinja", "*.tpl", "Makefile", "Dockerfile")
 """The files whose uncommitted changes are kept. Notebooks, data and notes are nobody's record."""
 LIKE_A_SECRET = re.compile(
-    r"""(?imx) (\b\w{0,40}(?:api_?key|access_?key|private_?key|secret|passw|passphrase|credential|\btoken|_token)\w{0,40}
+    r"""(?imx) (\b\w{0,40}(?:api_?key|access_?key|private_?key|secret|passw(?:or)?d|passphrase|credentials?|token)
         ["']?\]?[ \t]{0,9}[:=][ \t]{0,9}[bru]?["']{1,3}) (?![$<\[{]) [^"'\s{}]{8,} (?=["'])
-    | (\b\w{0,40}(?:api_?key|access_?key|private_?key|passw)\w{0,40}[ \t]{0,9}[:=][ \t]{0,9})
-        [\w./+!@#%&*~-]{8,} (?=[ \t]{0,9}(?:\#|$))  # in YAML or a shell
+    | (\b\w{0,40}(?:api_?key|access_?key|private_?key|passw(?:or)?d)[ \t]{0,9}[:=][ \t]{0,9})
+        (?=\S*\d) [\w./+!@#%&*~-]{8,} (?=[ \t]{0,9}(?:[\#,;}&]|$))  # in YAML or a shell
     | (^[ \t+-]{0,80}(?:export[ \t]{1,9})?\w{0,40}(?:secret|token)(?:[ \t]{0,9}:[ \t]{0,9}|=))
-        (?!\d{1,40}$) (?=\S*\d) [\w./+-]{8,} (?=[ \t]{0,9}(?:\#|$))  # alike
+        (?!\d{1,40}$) (?=\S*\d) [\w./+-]{8,} (?=[ \t]{0,9}(?:[\#,;}&]|$))  # alike
     | (\bBearer[ \t]{1,9}) (?![$<{]) [^\s"'{}]{8,} | (://[^\s/:@"'{}]{0,80}:) (?![$<{]) [^\s"'/@{}]+ (?=@)  # in a header, in an address
     | () \b(?:hf_|sk-|sk_live_|ghp_|github_pat_|glpat-|xox[bp]-|AKIA|AIza|eyJ[\w-]{8,}\.)[\w.-]{16,}  # by its prefix
     | () -----BEGIN[ ][A-Z ]*PRIVATE[ ]KEY-----[^-]{1,9999}"""
@@ -74,7 +74,7 @@ def write_provenance(paths: RunPaths, cfg: CommandConfig, options: Mapping[str, 
     def copy_option(file: Path, to: Path) -> None:
         write_text(to, _without_secrets(file.read_text(encoding="utf-8"), secrets), 0o600)
 
-    own = own_code.all_of(paths, cfg, options, None if again else copy_option)
+    own = own_code.all_of(paths, cfg, options, None if again and paths.metrics.is_file() else copy_option)  # no step has run other code
     if again and not options:  # resumed from its own `config.yaml`, which has their values
         own["options"] = own_code.newest(earlier).get("options", {})
     record: dict[str, Any] = {
@@ -114,9 +114,15 @@ def note_changes(paths: RunPaths, cfg: CommandConfig) -> list[str]:
     with contextlib.suppress(OSError, ValueError):
         if changed := own_code.changed(paths, cfg, {}):
             write_provenance(paths, cfg, {}, again=True)
-            with (paths.root / CODE_CHANGED).open("a", encoding="utf-8") as file:
-                file.writelines(f"{line}\n" for line in changed)
+            keep_changes(paths, changed)
     return changed
+
+
+def keep_changes(paths: RunPaths, changed: Sequence[str]) -> None:
+    """Keep for `reproduce.sh` that steps have run other code than that of the copies."""
+    if changed and paths.metrics.is_file():
+        with (paths.root / CODE_CHANGED).open("a", encoding="utf-8") as file:
+            file.writelines(f"{line}\n" for line in changed)
 
 
 def begun_on(paths: RunPaths) -> dict[str, str]:

@@ -34,7 +34,7 @@ from rlx.runs import own_code
 from rlx.runs.config_diff import NOT_COMPARED, change_note, changed_keys, differences, differing
 from rlx.runs.jobs import is_alive, job_of, queue
 from rlx.runs.members import check_shared, member_of, members_in, wait_until_let_go
-from rlx.runs.provenance import write_provenance
+from rlx.runs.provenance import keep_changes, write_provenance
 from rlx.runs.replay import check_replay
 from rlx.runs.rewind import (
     LATEST,
@@ -195,6 +195,7 @@ def _go_on(
             say(f"{paths.root}: resuming after {start.step} steps" if start else f"{paths.root} has no checkpoint: starting from step 0")
         if changed := changes(cfg, options):
             say(change_note(paths.root, changed))
+        keep_changes(paths, own_code.changed(paths, cfg, own_code.NO_OPTIONS))
         write_provenance(paths, cfg, options, again=True)
         _keep_secrets(paths, cfg)
         _describe(paths, replace(cfg, resume=before.resume), overrides, plan)

@@ -39,12 +39,13 @@ def problem_of_loss(function: Callable[[TokenBatch], TokenLoss], reference: bool
         noise = scale * torch.randn(count, generator=draw, dtype=torch.float64)
         return torch.where(torch.arange(count) < TOKENS, 0.0, noise)  # the first rollout is exactly on policy
 
+    lag = torch.tensor([1.0, 1.0, 1.0, 100.0], dtype=torch.float64).repeat_interleave(TOKENS)  # the last rollout is far from the policy
     logp, entropy = ((-1 + values()).requires_grad_(), (1 + values()).requires_grad_())
     lengths = torch.full((GROUP,), TOKENS)
     tokens = TokenBatch(
         logp=logp,
-        old_logp=logp.detach() + values(0.01),
-        inference_logp=logp.detach() + values(0.01),
+        old_logp=logp.detach() + lag * values(0.01),
+        inference_logp=logp.detach() + lag * values(0.01),
         entropy=entropy,
         advantages=torch.tensor([1.0, -1.0, 0.5, -0.5], dtype=torch.float64).repeat_interleave(TOKENS),
         rollout_ids=torch.arange(GROUP).repeat_interleave(TOKENS),
@@ -108,12 +109,12 @@ def problem_of_advantage(function: Callable[[GroupScores], Any], envs: Iterable[
     return None
 
 
-def problem_of_optimizer(made: Any) -> str | None:
-    """What is wrong with an optimizer that was built for one parameter. It makes one step."""
+def problem_of_optimizer(made: Any, matrix: torch.nn.Parameter) -> str | None:
+    """What is wrong with an optimizer that was built for a matrix. It makes one step."""
     if not isinstance(made, torch.optim.Optimizer):
         what = "a function" if isinstance(made, functools.partial) else _about(made)
         return _wrong(made, f"it is {what}; it must be a class of torch.optim.Optimizer, which rlx calls with the parameters")
-    made.param_groups[0]["params"][0].grad = torch.ones(1)
+    matrix.grad = torch.ones_like(matrix)
     try:
         made.step()
     except (Exception, SystemExit) as error:
@@ -154,12 +155,12 @@ def check_built(cfg: CommandConfig) -> None:
 
     Raises ConfigError with the nodes and their targets' errors.
     """
-    problems = []
+    problems, matrix = [], torch.nn.Parameter(torch.zeros(4, 4))
     for name, (whole, terms) in all_nodes_of(cfg).items():
         node = dict(whole) if terms is None else split_terms(dict(whole), terms)[1]
         try:
             with _without_compiler():
-                built = instantiate(node, **({"params": [torch.nn.Parameter(torch.zeros(1))]} if name == "optim" else {}))
+                built = instantiate(node, **({"params": [matrix]} if name == "optim" else {}))
         except (Exception, SystemExit) as error:
             problems.append(f"{node['_target_']} cannot build `{name}`: {type(error).__name__}: {error}\n  fix: change {name}.*")
             continue
@@ -170,7 +171,7 @@ def check_built(cfg: CommandConfig) -> None:
             scored = teacher is None or bool(teacher.base_url or teacher.demonstration or getattr(cfg, "replay", None))
             wrong = problem_of_loss(built, getattr(cfg, "uses_reference", True), scored)
         else:
-            wrong = problem_of_optimizer(built) if kind == "optim" else problem_of_advantage(built, getattr(cfg, "envs", ()))
+            wrong = problem_of_optimizer(built, matrix) if kind == "optim" else problem_of_advantage(built, getattr(cfg, "envs", ()))
         if wrong is not None:
             problems.append(f"{node['_target_']} ({name}) fails on made-up numbers:\n  {wrong}")
     if problems:
