@@ -112,6 +112,27 @@ def test_what_the_pages_for_users_of_other_frameworks_translate_to_composes(
         compose(["dry_run=true", "launcher.check_envs=false", *device, *model, *overrides.split()], {})
 
 
+@pytest.mark.parametrize(
+    ("page", "name", "loss", "advantage"),
+    [  # the name of the other framework -> the objective that its row composes
+        ("from_prime_rl", '"rae"', "grpo.grpo", "batch.Ema"),
+        ("from_prime_rl", '"max_rl"', "grpo.grpo", "group.max_rl"),
+        ("from_prime_rl", 'type="default"', "dppo.dppo", "group.group_mean"),
+        ("from_trl", '"sapo"', "sapo.sapo", "group.group_norm"),
+        ("from_trl", '"cispo"', "cispo.cispo", "group.group_norm"),
+        ("from_trl", '"dr_grpo"', "grpo.grpo", "group.group_mean"),
+        ("from_trl", '="sequence"', "gspo.gspo", "group.group_norm"),
+        ("from_trl", '="batch"', "grpo.grpo", "batch.batch_norm"),
+        ("from_verl", "=rloo", "grpo.grpo", "group.leave_one_out"),
+    ],
+)
+def test_the_rows_that_name_an_objective_translate_to_it(page: str, name: str, loss: str, advantage: str):
+    (row,) = re.findall(rf"^\|[^|]*{re.escape(name)}[^|]*\| `([^`|]*)` \|$", (ROOT / "docs" / f"{page}.md").read_text(), re.MULTILINE)
+    cfg = compose(["model=qwen3_0_6b", "hardware=gpu2", "launcher.check_envs=false", "dry_run=true", *row.split()], {}).cfg
+    assert (cfg.loss["_target_"], cfg.advantage["_target_"]) == (f"rlx.losses.{loss}", f"rlx.advantages.{advantage}")
+    assert cfg.advantage.get("of", "rewards") == "rewards"  # TRL's standard deviation is that of the rewards
+
+
 def test_the_metrics_that_the_pages_for_users_of_other_frameworks_name_exist():
     known = {re.sub(r"<\w+>", "", name) for name in METRICS} | set(METRICS)
     for page in ("from_prime_rl", "from_trl", "from_verl"):
