@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -278,3 +280,14 @@ def test_the_numbers_of_the_readme_are_those_of_the_results():
     numbers = [number for row in rows for number in (*re.findall(r"\b\d[\d.,:]*\d\b", row[0]), *re.findall(r"`(\w+)`", row[1]))]
     assert len(numbers) > 15
     assert [number for number in numbers if number not in (ROOT / "benchmarks" / "RESULTS.md").read_text()] == []
+
+
+def test_the_commits_of_the_results_are_in_the_repository():
+    def git(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["git", "-C", ROOT, *words], capture_output=True, text=True)
+
+    if not shutil.which("git") or not (ROOT / ".git").exists() or git("rev-parse", "--is-shallow-repository").stdout.strip() != "false":
+        pytest.skip("no git, or a clone without its history")
+    named = re.findall(r"`([0-9a-f]{8})`", (ROOT / "benchmarks" / "RESULTS.md").read_text())
+    assert len(named) > 5
+    assert [commit for commit in named if git("cat-file", "-e", f"{commit}^{{commit}}").returncode] == []
