@@ -199,6 +199,21 @@ def test_the_objective_that_the_page_adds_trains(tmp_path: Path, monkeypatch: py
     compose([*arguments.split(), "sampling.top_p=0.9"], {})  # the objective uses no ratio that truncated sampling would bias
 
 
+def test_every_learning_rate_that_ships_has_its_row_on_the_page_of_tuning():
+    table = (ROOT / "docs" / "tuning.md").read_text().partition("### Learning rates")[2].partition("\n#")[0]
+    rows = [
+        (names, {float(rate) for rate in rates.split(";")})
+        for names, rates in re.findall(r"^\| (.*?) \| (\d[\de.; -]*) \|", table, re.MULTILINE)
+    ]
+    shipped = []
+    for path in (*(ROOT / "conf").glob("*/*.yaml"), *(ROOT / "examples").glob("*/experiment/*.yaml")):
+        option = yaml.safe_load(path.read_text()) or {}
+        places = (option if path.parent.name == "optim" else option.get("optim"), (option.get("model") or {}).get("warm_start"))
+        shipped += [(path.stem, float(place["lr"])) for place in places if place and "lr" in place]
+    assert len(shipped) > 25
+    assert [(name, lr) for name, lr in shipped if not any(re.search(rf"\b{name}\b", names) and lr in rates for names, rates in rows)] == []
+
+
 def test_links_between_the_pages_lead_somewhere():
     pages = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "benchmarks").glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
     broken = []
