@@ -379,6 +379,14 @@ def test_every_room_and_role_is_on_the_page_that_shows_the_house(page: str):
     assert missing == []
 
 
+def test_the_tree_for_contributors_names_the_files_that_exist():
+    tree = (ROOT / "CONTRIBUTING.md").read_text().partition("```\ntrain.py")[2].partition("```")[0]
+    named = {
+        name for line in re.findall(r"^  (\w+\.py .*)$", tree, re.MULTILINE) for name in re.findall(r"\w+\.py", line.partition("   ")[0])
+    }
+    assert named == {path.name for path in (ROOT / "rlx").glob("*.py")} - {"__init__.py"}
+
+
 def test_every_variable_that_rlx_sets_or_reads_is_known():
     """A command refuses a variable RLX_… that sets no key. One that rlx gives its processes reaches the commands that these start."""
     named = {
