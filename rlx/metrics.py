@@ -48,7 +48,7 @@ METRICS: dict[str, str] = {
     "teacher/unscored": "samples left out of the batch because the teacher did not score them by `teacher.deadline`",
     "teacher/unscored_tokens": "sampled tokens of these samples",
     "teacher/retries": "requests to the teacher that failed and were made again",
-    "workers/replayed": "requests to environment workers played again since this attempt began, because their worker ended",
+    "workers/replayed": "requests to environment workers sent again since this attempt began, because their worker ended",
     "workers/replaced_<cause>": "environment workers replaced since this attempt began, by cause: died, timeout, memory",
     "time/rollout_mean": "seconds from the start of a rollout to its reward, mean",
     "time/rollout_max": "largest of the same",
@@ -57,10 +57,10 @@ METRICS: dict[str, str] = {
     "time/teacher": "seconds for which the complete batch waited for the teacher, which scores groups as they finish",
     "time/update_weights": "seconds until all servers had the new weights",
     "time/step": "seconds of the step in this source",
-    "time/first_token": "seconds until the first token of a new prompt beside the load, mean; only with bench_role=inference",
+    "time/first_token": "seconds until the first token of a new prompt under the load, mean; only with bench_role=inference",
     "perf/rollouts_per_second": "finished rollouts per second",
     "perf/inference_tokens_per_second": "sampled tokens per second",
-    "perf/prompt_tokens_per_second": "prompt tokens of answered requests per second, cached ones included; only with bench_role=inference",
+    "perf/prompt_tokens_per_second": "prompt tokens of completed requests per second, cached ones included; only with bench_role=inference",
     "perf/in_flight": "rollouts in flight when the step's batch was complete",
     "perf/max_concurrent": "most rollouts in flight: `orchestrator.max_concurrent`, or what the engines can use at that moment",
     "perf/env_worker_memory_gb": "resident memory of the largest environment worker and of the processes that it has started, GiB",
@@ -97,14 +97,14 @@ METRICS: dict[str, str] = {
     "teacher/kl": "mean log-probability by the policy − by the teacher on sampled tokens, nats: the reverse KL. Only with a teacher",
     "optim/grad_norm": "global gradient norm before clipping",
     "optim/lr": "learning rate",
-    "off_policy/lag_mean": "mean age of the sampled tokens, policy versions",
-    "off_policy/lag_max": "largest age of a trained token, policy versions",
+    "off_policy/lag_mean": "mean staleness of the sampled tokens, in policy versions",
+    "off_policy/lag_max": "largest staleness of a trained token, in policy versions",
     "time/wait_batch": "seconds the trainer waited for the batch",
     "time/forward_backward": "seconds of forward and backward, including scoring by the old policy and the reference",
     "time/optimizer": "seconds of remaining gradient reduction, clipping and optimizer",
     "time/broadcast": "seconds that the step waited for weights: for the previous version to be written, and for copying this one",
     "time/send_weights": "seconds that sending the previous version to the servers without files held the trainer; 0 over files",
-    "time/write_weights": "seconds of checksums and files of the previous version, written beside this step; 0 in the first",
+    "time/write_weights": "seconds of checksums and files of the previous version, written during this step; 0 in the first",
     "perf/tokens_per_second": "trained tokens, prompts included, per second of forward, backward and optimizer, without waiting",
     "perf/compute_frac": "share of the trainer's step in forward, backward and optimizer; the rest is waiting and writing",
     "perf/runs": "runs of a shared trainer whose batches were trained in the same step; the other `perf/…` values of each, "
@@ -126,7 +126,7 @@ METRICS: dict[str, str] = {
     "data/refused": "rows of the step left out because they cannot be marked exactly; only with data.on_bad_row=skip",
     "data/<set>/rows": "rows of the step from one of several data sets",
     # inference
-    "perf/servers": "servers that answered when the step's batch was complete",
+    "perf/servers": "servers that responded when the step's batch was complete",
     "perf/kv_cache_usage": "share of the KV cache in use at that moment, mean of the servers (with bench_role=inference, this and "
     "the next two: mean over the step)",
     "perf/running": "requests being decoded at that moment",
@@ -135,7 +135,7 @@ METRICS: dict[str, str] = {
     "perf/preemptions": "requests preempted for lack of KV cache since the server started, sum of the servers; those that an update "
     "interrupts are not counted",
     "perf/prefix_cache_hits": "share of the prompts' tokens since the servers started that were not computed, because they were in the "
-    "cache: of another answer of the group, or of the conversation so far",
+    "cache: of another completion of the group, or of the conversation so far",
     "perf/weights_compared": "share of the served weights that the last full compare with the published files covered, of the server where "
     "it is smallest (docs/servers.md); 0 before the first, with adapters, and with weights from memory",
     "perf/device_memory_gb": "memory of a server's GPU, GiB; only with bench=true",
@@ -154,7 +154,7 @@ METRICS: dict[str, str] = {
     "eval/<env>/reward/<function>": "mean of one reward function over the rollouts that did not fail, unweighted",
     "eval/<env>/metric/<metric>": "mean of one of the environment's own metrics over the same rollouts",
     "eval/attested": "share of the served weights that the last full compare with the trainer's files covered (`rlx eval`)",
-    "time/evaluation": "seconds of the evaluation, beside training",
+    "time/evaluation": "seconds of the evaluation, concurrent with training",
     "time/wait_evaluation": "seconds for which the evaluation delayed the next update of the servers (`rlx train`)",
     # val: one record a validation of `rlx sft`; its step is the policy version
     "val/loss": "mean negative log-probability of a trained token on the rows of `val`, nats",

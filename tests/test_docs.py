@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -112,6 +114,27 @@ def test_what_the_pages_for_users_of_other_frameworks_translate_to_composes(
         compose(["dry_run=true", "launcher.check_envs=false", *device, *model, *overrides.split()], {})
 
 
+@pytest.mark.parametrize(
+    ("page", "name", "loss", "advantage"),
+    [  # the name of the other framework -> the objective that its row composes
+        ("from_prime_rl", '"rae"', "grpo.grpo", "batch.Ema"),
+        ("from_prime_rl", '"max_rl"', "grpo.grpo", "group.max_rl"),
+        ("from_prime_rl", 'type="default"', "dppo.dppo", "group.group_mean"),
+        ("from_trl", '"sapo"', "sapo.sapo", "group.group_norm"),
+        ("from_trl", '"cispo"', "cispo.cispo", "group.group_norm"),
+        ("from_trl", '"dr_grpo"', "grpo.grpo", "group.group_mean"),
+        ("from_trl", '="sequence"', "gspo.gspo", "group.group_norm"),
+        ("from_trl", '="batch"', "grpo.grpo", "batch.batch_norm"),
+        ("from_verl", "=rloo", "grpo.grpo", "group.leave_one_out"),
+    ],
+)
+def test_the_rows_that_name_an_objective_translate_to_it(page: str, name: str, loss: str, advantage: str):
+    (row,) = re.findall(rf"^\|[^|]*{re.escape(name)}[^|]*\| `([^`|]*)` \|$", (ROOT / "docs" / f"{page}.md").read_text(), re.MULTILINE)
+    cfg = compose(["model=qwen3_0_6b", "hardware=gpu2", "launcher.check_envs=false", "dry_run=true", *row.split()], {}).cfg
+    assert (cfg.loss["_target_"], cfg.advantage["_target_"]) == (f"rlx.losses.{loss}", f"rlx.advantages.{advantage}")
+    assert cfg.advantage.get("of", "rewards") == "rewards"  # TRL's standard deviation is that of the rewards
+
+
 def test_the_metrics_that_the_pages_for_users_of_other_frameworks_name_exist():
     known = {re.sub(r"<\w+>", "", name) for name in METRICS} | set(METRICS)
     for page in ("from_prime_rl", "from_trl", "from_verl"):
@@ -176,6 +199,21 @@ def test_the_objective_that_the_page_adds_trains(tmp_path: Path, monkeypatch: py
     compose([*arguments.split(), "sampling.top_p=0.9"], {})  # the objective uses no ratio that truncated sampling would bias
 
 
+def test_every_learning_rate_that_ships_has_its_row_on_the_page_of_tuning():
+    table = (ROOT / "docs" / "tuning.md").read_text().partition("### Learning rates")[2].partition("\n#")[0]
+    rows = [
+        (names, {float(rate) for rate in rates.split(";")})
+        for names, rates in re.findall(r"^\| (.*?) \| (\d[\de.; -]*) \|", table, re.MULTILINE)
+    ]
+    shipped = []
+    for path in (*(ROOT / "conf").glob("*/*.yaml"), *(ROOT / "examples").glob("*/experiment/*.yaml")):
+        option = yaml.safe_load(path.read_text()) or {}
+        places = (option if path.parent.name == "optim" else option.get("optim"), (option.get("model") or {}).get("warm_start"))
+        shipped += [(path.stem, float(place["lr"])) for place in places if place and "lr" in place]
+    assert len(shipped) > 25
+    assert [(name, lr) for name, lr in shipped if not any(re.search(rf"\b{name}\b", names) and lr in rates for names, rates in rows)] == []
+
+
 def test_links_between_the_pages_lead_somewhere():
     pages = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "benchmarks").glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
     broken = []
@@ -207,7 +245,7 @@ def test_every_layout_has_its_line_on_the_page_of_gpus():
 
 
 WORDS = {  # a pattern of our own -> the field's words for it; code is not read
-    r"\b[Pp]lay(s|ed|ing)?\b": "roll out, sample, run",
+    r"\b[Pp]lay(s|ed|ing)?\b(?!=)": "roll out, sample, run",
     r"\b[Bb]eside\b": "during, compared with, alongside, next to",
     r"\b(is|are|was|were) refused\b|\brefuses?\b": "exits with code 2, raises ConfigError, returns 400",
     r"\b([Nn]ot|was|were) seen\b|\bSeen:": "tested, untested, measured (docs/status.md)",
@@ -223,14 +261,17 @@ WORDS = {  # a pattern of our own -> the field's words for it; code is not read
 
 
 def test_the_pages_use_the_fields_words():
-    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
-    generated = {"configuration.md", "metrics.md", "commands.md"}
+    """Also the generated pages: their words are those of `key(…)`, the presets' comments, `rlx.metrics` and the help texts."""
+    texts = {
+        page.name: page.read_text() for page in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "benchmarks" / "RESULTS.md"]
+    }
+    texts["CHANGELOG.md"] = texts["CHANGELOG.md"].split("\n## ")[1]  # the newest release; older ones stay as they were written
+    texts["commands.md"] = texts["commands.md"].replace("```", "")  # help texts, not code
     found = [
-        f"{page.name}: {match[0]!r} → {instead}"
-        for page in pages
-        if page.name not in generated
+        f"{page}: {match[0]!r} → {instead}"
+        for page, text in texts.items()
         for pattern, instead in WORDS.items()
-        for match in re.finditer(pattern, re.sub(r"^```.*?^```|`[^`\n]*`", "", page.read_text(), flags=re.MULTILINE | re.DOTALL))
+        for match in re.finditer(pattern, re.sub(r"^```.*?^```|`[^`\n]*`", "", text, flags=re.MULTILINE | re.DOTALL))
     ]
     assert not found
 
@@ -257,3 +298,14 @@ def test_the_numbers_of_the_readme_are_those_of_the_results():
     numbers = [number for row in rows for number in (*re.findall(r"\b\d[\d.,:]*\d\b", row[0]), *re.findall(r"`(\w+)`", row[1]))]
     assert len(numbers) > 15
     assert [number for number in numbers if number not in (ROOT / "benchmarks" / "RESULTS.md").read_text()] == []
+
+
+def test_the_commits_of_the_results_are_in_the_repository():
+    def git(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["git", "-C", ROOT, *words], capture_output=True, text=True)
+
+    if not shutil.which("git") or not (ROOT / ".git").exists() or git("rev-parse", "--is-shallow-repository").stdout.strip() != "false":
+        pytest.skip("no git, or a clone without its history")
+    named = re.findall(r"`([0-9a-f]{8})`", (ROOT / "benchmarks" / "RESULTS.md").read_text())
+    assert len(named) > 5
+    assert [commit for commit in named if git("cat-file", "-e", f"{commit}^{{commit}}").returncode] == []

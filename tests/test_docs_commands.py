@@ -15,19 +15,20 @@ from rlx.cli import COMMANDS
 from rlx.config.errors import ConfigError
 from rlx.config.load import compose
 from rlx.config.nested import SYNONYMS
-from rlx.config.roots import ROOTS, has_key
+from rlx.config.roots import ROOTS, TRAIN, has_key
 from rlx.config.sweeps import expand
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted(EXAMPLES.glob("**/*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "benchmarks" / "RESULTS.md", *sorted((ROOT / "docs").glob("*.md")), *sorted(EXAMPLES.glob("**/*.md"))]
 COMMAND = re.compile(r"^(?:\$ )?(?:[A-Z_]+=\S+ )*(?:srun .* )?(?:rlx|(?:\S*python )?(?:rlx/)?train\.py) .*$")
 COMPOSED = re.compile(r"(?:rlx (train|eval|sft|synthesize)|(python train\.py)) (.*)$")
 LATER = re.compile(
-    r"…|\.\.\.|RUN|FOLDER|--help|my_conf|replay=|\$\(|`|outputs/|--config-dir examples|\b(NAME|DIR)\b|http|\$alone|\$KEY|renderer=list"
+    r"…|\.\.\.|RUN|FOLDER|--help|my_conf|replay=|\$\(|`|=outputs/[^ ]*/weights/|\b(NAME|DIR|LR|K|S)\b|\$alone|renderer=list"
     r"|gspoo"  # shown as a mistake
 )
-"""What needs a run, a file or a server of the reader's."""
+"""What needs a trained model, a file or a folder of the reader's, or has a place to fill in."""
+ROW = json.dumps({"question": "1", "problem": "1", "answer": "2", "prompt": "1", "completion": "2"}) + "\n"
 
 
 GROUPS = {path.name for path in (ROOT / "conf").iterdir()} | {"slurm", "sweeps", "bench"}  # `bench=` is `env=`
@@ -42,6 +43,9 @@ def lines() -> list[tuple[str, str]]:
     """The command lines of all fenced blocks: the page, and the line."""
     found = []
     for page in PAGES:
+        if page.name == "RESULTS.md":  # a table's cells, of which some have only what comes after `rlx train`
+            cells = re.findall(r"`(python train\.py [^`]*|(?:experiment=|--config-dir )[^`]*)`", page.read_text())
+            found += [(str(page.relative_to(ROOT)), cell if cell.startswith("python") else f"rlx train {cell}") for cell in cells]
         for block in re.findall(r"^```\w*\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
             for line in block.replace("\\\n", " ").splitlines():
                 if page.name == "commands.md":  # what follows two spaces is a remark, and what is not indented a sentence
@@ -71,13 +75,20 @@ def test_the_commands_of_a_page_compose(page: str, tmp_path: Path, monkeypatch: 
         (clusters / f"{name}.yaml").write_text((ROOT / "slurm" / "example.yaml").read_text())
     Path("endpoints.yaml").write_text("mine: {base_url: 'http://host/v1', model: m}")
     for name in ("mine.jsonl", "rows.jsonl", "data.jsonl", "held_out.jsonl", "a.jsonl", "b.parquet", "problems.jsonl", "tasks.jsonl"):
-        Path(name).write_text(json.dumps({"question": "1", "problem": "1", "answer": "2", "prompt": "1", "completion": "2"}) + "\n")
+        Path(name).write_text(ROW)
     Path("folder").mkdir()
+    Path("examples").symlink_to(EXAMPLES)
     wrong = []
     for where, command in commands():
         if where == page:
             name, *argv = shlex.split(command, comments=True)
             root = next(root for root in ROOTS if root.command == name)
+            whose = root if any(word.startswith("outputs/") for word in argv) else TRAIN  # `--config-dir outputs/…`
+            for made in (Path(path) for path in re.findall(r"\boutputs/[^ \"']+", " ".join(argv))):  # by other commands: data, or a run
+                a_run = compose(["launcher.check_envs=false", "run.name=mine", "env=reverse_text"], {}, whose).yaml
+                file, text = (made, ROW) if made.suffix == ".jsonl" else (made / "config.yaml", a_run)
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(text)
             one = ["dry_run=true", "launcher.check_envs=false", *(word for word in argv if word != "-m")]
             read = expand if "-m" in argv else compose
             try:

@@ -371,11 +371,11 @@ def test_every_room_is_in_the_package():
 @pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/architecture.md"])
 def test_every_room_and_role_is_on_the_page_that_shows_the_house(page: str):
     text = (ROOT / page).read_text()
-    rooms = [path.parent.name for path in (ROOT / "rlx").glob("*/__init__.py")]
-    roles = [path.stem for path in (ROOT / "rlx" / "roles").glob("*.py") if path.stem != "__init__"]
-    missing = [room for room in rooms if f"{room}/" not in text] + [
-        role for role in roles if role.replace("_", " ") not in text.replace("_", " ")
-    ]
+    files = {path.name for path in (ROOT / "rlx").glob("*.py")} - {"__init__.py"}
+    names = [*(f"{path.parent.name}/" for path in (ROOT / "rlx").glob("*/__init__.py")), *files]
+    roles = [path.stem.replace("_", " ") for path in (ROOT / "rlx" / "roles").glob("*.py") if path.stem != "__init__"]
+    missing = [name for name in names if name not in text] + [role for role in roles if role not in text.replace("_", " ")]
+    assert {name for line in re.findall(r"^  (\w+\.py .*?)   ", text, re.MULTILINE) for name in line.split()} - files == set()
     assert missing == []
 
 

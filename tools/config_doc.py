@@ -89,7 +89,7 @@ Variables that set keys or choose options (`RLX_SEED`, `RLX_LOSS`) have no effec
 The value of a secret key (`inference.api_key`) is never in this file, and never shown, logged or sent: `<secret>` replaces it. A new run
 needs it again. `inference.api_key='${oc.env:NAME}'` takes it from a variable, which keeps it out of the list of
 processes and the shell's history.
-Keys that rlx does not know (arguments of environments and of vLLM) are saved as they are, so one with the name of a secret is refused.
+Keys that rlx does not know (arguments of environments and of vLLM) are saved as they are, so one with the name of a secret is an error.
 """
 
 
@@ -111,7 +111,7 @@ def render() -> str:
             if new := [row for row in table if row not in rows]:
                 parts += [f"### {title}\n\n| key | type | default | meaning |\n| --- | --- | --- | --- |", *new, ""]
                 rows.update(new)
-    parts += ["## Other names\n", "Some keys are accepted under another name, too.\n", "| name | key |\n| --- | --- |"]
+    parts += ["## Other names\n", "Some keys are also accepted under another name.\n", "| name | key |\n| --- | --- |"]
     parts += [f"| `{name}` | `{key}` |" for name, key in SYNONYMS.items()]
     parts += ["\n## Other environment variables\n", "| variable | meaning |\n| --- | --- |"]
     parts += [f"| `{name}` | {meaning} |" for name, meaning in RESERVED.items()]

@@ -13,7 +13,7 @@ or `val`), `time` (seconds since the epoch), then the names below with numbers. 
 `time/…` and `perf/…`, which several sources share, become `<source>/time/…` and `<source>/perf/…`. Every `interval` steps they also get
 histograms of the rollouts that were trained on: `distribution/reward`, `distribution/advantage` and `distribution/completion_length`.
 A killed run forwards the lines that were not forwarded when it resumes. Histograms and sampled rollouts are forwarded once, when their step
-was played; what a kill lost there is in the run's `rollouts/`.
+was sampled; what a kill lost there is in the run's `rollouts/`.
 TensorBoard forgets the steps that a run repeats after it went back to a checkpoint; W&B keeps both values of such a step.
 A step with several optimizer steps (`trainer.num_minibatches`, `trainer.num_iterations`) has the mean of theirs, each with equal weight;
 `…_max` and `…_min` are the extremes and `time/…` the sum. So `ce/tokens` is the mean of an optimizer step.

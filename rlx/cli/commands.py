@@ -103,7 +103,7 @@ TRAIN = Command(
 )
 SFT = Command(
     "sft",
-    "fine-tune a model on prompts and answers, or on conversations",
+    "fine-tune a model on prompts and completions, or on conversations",
     """
   rlx sft data.name=data.jsonl model=smollm2_135m       rows with `messages`, or with `prompt` and `completion`
   rlx sft data.name=folder val.name=held_out.jsonl val.interval=20

@@ -42,13 +42,13 @@ usage: rlx env list
                                         (owner/name@version) or an address (git+https://…), into a Python of its own
                                         with locked versions, below $RLX_PYTHONS or .pythons
   rlx env install rlx                   the Python of the environments that rlx ships (make install has made it)
-  rlx env check my-env model=qwen3_0_6b play a few rollouts: is it worth training on? Keys are those of rlx eval:
+  rlx env check my-env model=qwen3_0_6b sample a few rollouts: is it worth training on? Keys are those of rlx eval:
                                         num_examples=16 rollouts_per_example=8 client.base_url=… inference.base_url=…
 
 NAME: an environment's name (my-env), or an option of env= (math).
 
-exit codes: 0 done, and of check: worth training on; 1 the installation failed, or the environment cannot be loaded or played;
-            2 wrong arguments, nothing was started; 3 of check: it plays, but is not worth training on as it is; 130 interrupted"""
+exit codes: 0 done, and of check: worth training on; 1 the installation failed, or the environment cannot be loaded or run;
+            2 wrong arguments, nothing was started; 3 of check: it runs, but is not worth training on as it is; 130 interrupted"""
 
 
 def run(argv: list[str]) -> int:

@@ -256,8 +256,8 @@ class Config(EvaluatedRun):
     )
     bench_length: str = key(
         "fixed",
-        "bench=true: every rollout has `seq_len` tokens (`fixed`), or up to that (`variable`). With bench_role=rl: every answer has its "
-        "`max_tokens` (`fixed`), or ends where the policy ends it (`variable`)",
+        "bench=true: every rollout has `seq_len` tokens (`fixed`), or up to that (`variable`). With bench_role=rl: every completion has "
+        "its `max_tokens` (`fixed`), or ends where the policy ends it (`variable`)",
         choices=("fixed", "variable"),
     )
     replay: str | None = key(None, "train on the recorded batches of another run, given by its directory; no inference, no environments")

@@ -25,7 +25,7 @@ class CommandConfig:
     """Keys or sections that may change when a run of this command resumes in its directory, beside those of all (`rlx.runs.run_dir`)."""
 
     seed: int = key(0, "seed of sampling, order and initialisation", low=0, high=2**32 - 1)  # what every generator of numpy's accepts
-    seq_len: int = key(MISSING, "longest training sample or played conversation (prompt plus completion), in tokens", low=2)
+    seq_len: int = key(MISSING, "longest training sample or conversation of a rollout (prompt plus completion), in tokens", low=2)
     dry_run: bool = key(False, "compose, check, plan and print; start nothing")
     clean: bool = key(False, "first delete an existing run directory of this name")
     resume: str | None = key(None, "`latest`: continue the run in its own directory")

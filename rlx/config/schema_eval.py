@@ -59,8 +59,8 @@ class PlayWithModel(PlayRoot):
     client: ClientConfig = section(ClientConfig)
     weights_dir: str | None = key(
         None,
-        "a run's directory or its `weights/`, or another folder of `step_N` folders: the weights to play with. Model, chat format, lengths "
-        "and sampling are then those of the run, unless they are given",
+        "a run's directory or its `weights/`, or another folder of `step_N` folders: the weights to sample with. Model, chat format, "
+        "lengths and sampling are then those of the run, unless they are given",
     )
 
     @property

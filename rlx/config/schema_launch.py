@@ -74,7 +74,7 @@ class SlurmConfig:
     constraint: str | None = key(None, "features that nodes must have")
     gres: str = key("gpu", "name of the GPU resource, as in --gres=gpu:8; with a type: `gpu:h100`")
     gpus_per_node: int | None = key(
-        None, "GPUs per node, by which hardware=auto chooses; a layout with more GPUs per host is refused; 0: nodes without GPUs", low=0
+        None, "GPUs per node, by which hardware=auto chooses; a layout with more GPUs per host is an error; 0: nodes without GPUs", low=0
     )
     layout: str | None = key(None, "the layout that hardware=auto chooses on this cluster; null: the largest that fits gpus_per_node")
     cpus_per_node: int | None = key(None, "processors requested per node; null: whole nodes (--exclusive)", low=1)

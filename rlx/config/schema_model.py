@@ -82,17 +82,17 @@ class ModelConfig:
     )
     chat_template_kwargs: dict[str, Any] = key(
         {},
-        "arguments of the chat template, or of the renderer in its place: {enable_thinking: false}; one that it does not read is refused",
+        "arguments of the chat template, or of the renderer in its place: {enable_thinking: false}; an error if it does not read one",
     )
     tool_call_parser: str = key(
         "auto",
-        "how tool calls are read from answers, if the chat template writes conversations; vLLM's names. "
+        "how tool calls are read from completions, if the chat template writes conversations; vLLM's names. "
         "`auto`: the one that reads the calls which the template writes; `none`: calls stay text",
         choices=("auto", "none", "hermes", "llama3_json", "mistral", "pythonic", "qwen3_coder"),
     )
     reasoning_parser: str = key(
         "auto",
-        "how reasoning is told from the answer, if the chat template writes conversations: `qwen3` (`<think>` begins it), "
+        "how reasoning is told from the rest of a completion, if the chat template writes conversations: `qwen3` (`<think>` begins it), "
         "`deepseek_r1` (it needs no beginning), `none`, or `auto`: `qwen3` if the template knows reasoning",
         choices=("auto", "none", "qwen3", "deepseek_r1"),
     )
@@ -169,7 +169,7 @@ class InferenceConfig:
     gpu_memory_utilization: float = key(0.9, "share of the GPU's memory for the engine", above=0, high=1)
     kv_cache_gb: float | None = key(
         None,
-        "memory of the key-value cache on CPU, in GiB; null: twice what `max_num_seqs` sequences of full length take, but at most 1 GiB "
+        "memory of the KV cache on CPU, in GiB; null: twice what `max_num_seqs` sequences of full length take, but at most 1 GiB "
         "unless one sequence takes more",
         above=0,
     )

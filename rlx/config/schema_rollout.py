@@ -67,13 +67,13 @@ class HarnessConfig:
         "the program and its arguments; {prompt}, {base_url}, {key}, {python} (that of the environment) and columns of the task are filled "
         "in, and the box can read the files that it names; empty: no program, the model has a shell in the box",
     )
-    variables: dict[str, str] = key({}, "environment variables of the program, beside those that name the gateway")
+    variables: dict[str, str] = key({}, "environment variables of the program, besides those that name the gateway")
     install: list[str] = key(
         [], "a command that fills the folder {folder} once on this machine; each box can read it at the same path, as `command` names it"
     )
     timeout: float | None = key(None, "seconds for the program; what it has done by then is scored; null: the rollout's time", above=0)
-    max_turns: int | None = key(None, "answers of the model in a rollout; null: no bound", low=1)
-    max_tokens: int | None = key(None, "sampled tokens of all answers in a rollout; null: no bound", low=1)
+    max_turns: int | None = key(None, "completions of the model in a rollout; null: no bound", low=1)
+    max_tokens: int | None = key(None, "sampled tokens of all completions in a rollout; null: no bound", low=1)
 
 
 @dataclass
@@ -97,21 +97,21 @@ class EnvConfig:
         "`-column`: largest first); later epochs are shuffled; null: all are shuffled",
     )
     rollout_timeout: float | None = key(None, "seconds for one rollout; null: `orchestrator.rollout_timeout`", above=0)
-    turn_timeout: float | None = key(None, "seconds for one answer of the policy, after which the rollout has run out of time", above=0)
+    turn_timeout: float | None = key(None, "seconds for one completion of the policy, after which the rollout has run out of time", above=0)
     on_reward_error: str = key(
         "fail",
-        "what a reward function that raises means: `fail`: the rollout has no reward, so it has failed and is played again; `zero`: the "
+        "what a reward function that raises means: `fail`: the rollout has no reward, so it has failed and is run again; `zero`: the "
         "function scores 0 (of a v1 taskset: the rollout), and the rollout is trained on",
         choices=("fail", "zero"),
     )
     on_timeout: str = key(
         "drop",
         "what a rollout that ran out of time is worth in training: `drop`: nothing, so only those that were in time are compared, and slow "
-        "ways of answering are not punished; `zero`: what was sampled has the reward 0, which punishes slowness, the machine's too; "
-        "`score`: after 90 % of `rollout_timeout` the policy answers no more, and the environment scores what there is by then",
+        "ways of solving the task are not punished; `zero`: what was sampled has the reward 0, which punishes slowness, the machine's too; "
+        "`score`: after 90 % of `rollout_timeout` the policy samples no more, and the environment scores what there is by then",
         choices=("drop", "zero", "score"),
     )
-    workers: int | None = key(None, "processes that play this environment; null: `orchestrator.env_workers`", low=0)
+    workers: int | None = key(None, "processes that run this environment; null: `orchestrator.env_workers`", low=0)
     python: str | None = key(
         None,
         "the Python that its workers use, a path or a name of `rlx env list`; null: the one that `rlx env install` has made for it",
@@ -133,17 +133,17 @@ class TrainedEnvConfig(EnvConfig):
 
     loss: dict[str, Any] = key(
         {},
-        "its own objective: the name of a `loss` preset, or keys of the run's `loss` that differ; `preset` names one beside other keys; "
+        "its own objective: the name of a `loss` preset, or keys of the run's `loss` that differ; `preset` names one alongside other keys; "
         "empty: the run's",
     )
     sampled_by: str = key(
         "policy",
-        "who plays: the policy, or the model at `teacher.base_url`, whose answers the policy then learns by cross-entropy",
+        "which model samples: the policy, or the model at `teacher.base_url`, whose completions the policy then learns by cross-entropy",
         choices=("policy", "teacher"),
     )
     observation_ce_weights: dict[str, float] = key(
         {},
-        "cross-entropy on what this environment answers between turns: weight by the role of its messages, `tool`, `user` or `system`; "
+        "cross-entropy on what this environment writes between turns: weight by the role of its messages, `tool`, `user` or `system`; "
         "needs `ce_coef` in its loss",
     )
     loss_weights: dict[str, float] = key(
@@ -151,7 +151,9 @@ class TrainedEnvConfig(EnvConfig):
         "factor of what the policy samples here in a loss: `policy`, the objective's own; `ref_kl`, the KL term, and the own loss of an "
         "objective that distils. 0: these tokens do not belong to it and are not counted; not named: 1",
     )
-    advantage: dict[str, Any] = key({}, "its own advantage, given alike; empty: the one that its own `loss` preset chooses, or the run's")
+    advantage: dict[str, Any] = key(
+        {}, "its own advantage, given like `loss`; empty: the one that its own `loss` preset chooses, or the run's"
+    )
 
 
 @dataclass
@@ -189,7 +191,7 @@ class EvalEnvConfig(ScoredEnvConfig):
     weight: float | None = key(None, "has no effect: all environments are evaluated in full", low=0)  # type: ignore[assignment]
     on_reward_error: str | None = key(  # type: ignore[assignment]
         None,
-        f"what a reward function that raises means: `fail`: the rollout has failed and is played again; `zero`: it scores 0; {AS_IN_ENVS}",
+        f"what a reward function that raises means: `fail`: the rollout has failed and is run again; `zero`: it scores 0; {AS_IN_ENVS}",
         choices=("fail", "zero"),
     )
     sandbox: str | None = key(  # type: ignore[assignment]
@@ -231,8 +233,8 @@ class EvalConfig(EvalTerms):
 
     pins: bool | None = key(
         None,
-        "updates of the servers wait for an evaluation, so that it plays one version; false: they go on, and later tokens are of newer "
-        "versions, which its record names; null: true where results depend on it (`max_async_level=0`, `ckpt.keep_best`)",
+        "updates of the servers wait for an evaluation, so that it samples with one version; false: they go on, and later tokens are of "
+        "newer versions, which its record names; null: true where results depend on it (`max_async_level=0`, `ckpt.keep_best`)",
     )
 
     def is_due(self, version: int, last: int) -> bool:

@@ -15,8 +15,8 @@ from rlx.config.schema_rollout import ScoredEnvConfig
 class SelectionConfig:
     """Which rollouts are kept: the rules in their order, except that `select_by` decides between rollouts for those after it."""
 
-    drop_failed: bool = key(True, "drop rollouts that failed; false: keep what was said before the failure, with reward 0")
-    drop_truncated: bool = key(True, "drop rollouts that a length limit cut, because their last answer has no end")
+    drop_failed: bool = key(True, "drop rollouts that failed; false: keep the messages before the failure, with reward 0")
+    drop_truncated: bool = key(True, "drop rollouts that a length limit cut, because their last completion has no end")
     min_reward: float | None = key(None, "drop rollouts with a reward below this; null is off")
     max_reward: float | None = key(None, "drop rollouts with a reward above this; null is off")
     select_by: str = key(
@@ -53,11 +53,11 @@ class SynthesizeRoot(SelectionConfig, PlayWithModel):
     )
 
     envs: dict[str, SynthesizedEnvConfig] = key({}, "the environments to play, by name")  # type: ignore[assignment]
-    num_examples: int | None = key(200, "how many of the first examples of an environment to play; null: all", low=1)
+    num_examples: int | None = key(200, "how many of the first examples of an environment to sample; null: all", low=1)
     rollouts_per_example: int = key(4, "rollouts of each example", low=1)
-    step: int | None = key(None, "which `step_N` of `weights_dir` to play with; null: the newest that is complete", low=0)
+    step: int | None = key(None, "which `step_N` of `weights_dir` to sample with; null: the newest that is complete", low=0)
     play: bool = key(
-        True, "play what is missing; false: only choose again from the finished rollouts of the run, with resume=latest; starts no server"
+        True, "sample what is missing; false: only choose again from the finished rollouts of the run, with resume=latest; starts no server"
     )
 
     @property

@@ -30,7 +30,7 @@ class TeacherConfig:
         "empty: no such teacher",
     )
     model: str | None = key(
-        None, "its name there; null: the only model that the servers have (refused where the teacher plays, `envs.<name>.sampled_by`)"
+        None, "its name there; null: the only model that the servers have (required where the teacher samples, `envs.<name>.sampled_by`)"
     )
     api_key: str | None = key(None, "key that these servers want; null: none. Secret, like `inference.api_key`", secret=True)
     batch_size: int = key(16, "samples in one request", low=1)

@@ -166,7 +166,7 @@ class LossTerms:
     entropy_coef: float = key(0.0, "weight of the entropy bonus: c of the term -c·H_t")
     ce_coef: float = key(
         0.0,
-        "weight of cross-entropy on the tokens that carry a weight for it (what environments answer, a teacher's tokens): "
+        "weight of cross-entropy on the tokens that carry a weight for it (what environments write, a teacher's tokens): "
         "their mean over the whole batch; 0 is off",
         low=0,
     )
