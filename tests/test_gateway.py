@@ -17,6 +17,7 @@ from policy_stand_in import StandIn, policy_of, tiny_chat
 
 from rlx.agents.gateway import UNTRAINED, Gateway, Session
 from rlx.config.schema_rollout import HarnessConfig
+from rlx.policy.base import NotShown
 from rlx.trace import Trace, Turn
 from rlx.types import Task
 
@@ -199,6 +200,16 @@ async def test_a_key_opens_its_own_session_only_and_none_after_its_end():
         status, body = await post(f"{gateway.url}/v1/chat/completions", HELLO, session.key)
         assert status == 401
         assert "its session has ended" in body["error"]["message"]
+
+
+async def test_what_the_chat_format_cannot_show_is_refused_once(monkeypatch: pytest.MonkeyPatch):
+    def refuse(*_: Any) -> None:
+        raise NotShown("the chat format does not serve these tools")
+
+    monkeypatch.setattr("rlx.policy.chat.Chat.render", refuse)
+    async with opened(Engine("one")) as (gateway, session):
+        status, body = await post(f"{gateway.url}/v1/messages", HELLO, session.key)
+        assert (status, "does not serve these tools" in body["error"]["message"]) == (400, True), "a client tries a 502 again for minutes"
 
 
 async def test_budgets_of_turns_tokens_and_time_end_a_session_without_retries():

@@ -27,7 +27,7 @@ from aiohttp import web
 
 from rlx.agents.dialects import CHAT, DIALECTS, MESSAGES, Dialect, Refused, Request, as_object
 from rlx.config.schema_rollout import HarnessConfig
-from rlx.policy.base import Episode, Message, PromptTooLong, Reply
+from rlx.policy.base import Episode, Message, NotShown, PromptTooLong, Reply
 
 log = logging.getLogger(__name__)
 
@@ -253,7 +253,7 @@ def _error_of(task: asyncio.Task[Reply]) -> Refused | None:
     if isinstance(error, PromptTooLong):
         return Refused(f"prompt is too long: maximum context length: {error}", code="context_length_exceeded")
     log.warning("a program's request failed: %s", f"{error!r:.1000}")
-    return Refused(f"{error!r:.1000}", 502)
+    return Refused(f"{error!r:.1000}", 400 if isinstance(error, NotShown) else 502)  # the same request would fail again
 
 
 async def _begun(request: web.Request) -> web.StreamResponse:

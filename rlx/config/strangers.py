@@ -26,7 +26,8 @@ HARMLESS = ("rlx.losses.", "rlx.advantages.", "rlx.train.", "torch.optim.")  # b
 
 def is_mine(run: Path) -> bool:
     """Whether a run's configuration belongs to the caller, or to root."""
-    return (run / "config.yaml").stat().st_uid in (os.geteuid(), 0)
+    file = run / "config.yaml"
+    return (file if file.exists() else run).stat().st_uid in (os.geteuid(), 0)
 
 
 def executing(data: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:

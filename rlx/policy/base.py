@@ -29,6 +29,10 @@ class PolicyError(RuntimeError):
     """The policy could not answer a request."""
 
 
+class NotShown(PolicyError):
+    """The chat format cannot show these messages or tools, however often it is asked."""
+
+
 class PromptTooLong(PolicyError):
     """The messages leave no room in the context for a new token."""
 

@@ -19,7 +19,7 @@ from rlx.arrays import Int
 from rlx.config.chat_format import arguments_of, family_of, unread
 from rlx.config.schema import ModelConfig
 from rlx.json_values import utf8
-from rlx.policy.base import Call, Message, PolicyError, Reply
+from rlx.policy.base import Call, Message, NotShown, Reply
 from rlx.policy.parsers import CLOSE, OPEN, TOOL_PARSERS, UNREADABLE, arguments_as_json, read_reasoning
 from rlx.policy.templates import REMEDIES, decoded, problems, traits_of
 from rlx.process import today
@@ -101,12 +101,12 @@ class Chat:
     def render(self, messages: Sequence[Message], tools: list[dict] | None = None) -> list[int]:
         """Token ids [P] of the prompt for the assistant's next answer.
 
-        Raises PolicyError if the template refuses the messages, or loses these tools, calls of them or their results.
+        Raises NotShown if the template refuses the messages, or loses these tools, calls of them or their results.
         """
         key = None
         if tools and (names := tuple(tool["function"]["name"] for tool in tools)) not in self._served:
             if lost := list(problems(self, tools)):
-                raise PolicyError("; ".join(["the chat format does not serve these tools", *lost]) + ". " + REMEDIES)
+                raise NotShown("; ".join(["the chat format does not serve these tools", *lost]) + ". " + REMEDIES)
             self._served.add(names)
         if not tools and all(len(m) == 2 and isinstance(m["content"], str) for m in messages):
             key = tuple((m["role"], m["content"]) for m in messages)
@@ -168,7 +168,7 @@ class Chat:
         return template
 
     def show(self, messages: list[Message], tools: list[dict] | None = None, answer: bool = True) -> str:
-        """The conversation as text. Raises PolicyError if the template refuses the messages."""
+        """The conversation as text. Raises NotShown if the template refuses the messages."""
         return self.tokenizer.decode(self._render(messages, tools, answer), skip_special_tokens=False)
 
     def _render(self, messages: list[Message], tools: list[dict] | None, answer: bool = True) -> list[int]:
@@ -181,7 +181,7 @@ class Chat:
             options = {"add_generation_prompt": answer, "tokenize": False, "strftime_now": today().strftime, **self._arguments}
             return self.encode(self.tokenizer.apply_chat_template(messages, tools=tools, **options))  # in two calls: a quarter cheaper
         except Exception as error:  # a template is a program of the model's makers and may raise anything
-            raise PolicyError(f"the chat template cannot show this conversation: {type(error).__name__}: {error}") from error
+            raise NotShown(f"the chat template cannot show this conversation: {type(error).__name__}: {error}") from error
 
     def extend(
         self, asked: Int, answer: Int, before: Sequence[Message], new: Sequence[Message], tools: list[dict] | None = None

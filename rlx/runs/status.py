@@ -9,7 +9,7 @@ import re
 import signal
 import sys
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -127,9 +127,12 @@ def _write_over(path: Path, text: str) -> bool:
 def read_status(paths: RunPaths) -> Status | None:
     """The status of a run; `None` if the directory has none. Raises ValueError for a file that rlx has not written."""
     try:
-        return msgspec.json.decode(_read(paths.status), type=Status)
+        record = msgspec.json.decode(_read(paths.status), type=dict[str, Any])
     except FileNotFoundError:
         return None
+    if unknown := record.keys() - {each.name for each in fields(Status)}:
+        raise ValueError(f"it has {', '.join(sorted(unknown))}")
+    return msgspec.convert(record, Status)
 
 
 def _read(file: Path) -> str:
