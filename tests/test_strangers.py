@@ -72,9 +72,11 @@ def test_an_evaluation_of_another_users_weights_takes_over_nothing_that_executes
 
 
 def test_a_step_of_another_users_run_is_not_replayed_with_its_own_loss(theirs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (theirs / "config.yaml").read_text().replace("setup: []", "setup: [module load cuda]")
+    (theirs / "config.yaml").write_text(text)
     give_away(theirs / "config.yaml", monkeypatch)
     run = SimpleNamespace(root=theirs, config=load_command(theirs))
-    with pytest.raises(ConfigError, match=r"loss\._target_=evil\.grpo\.\n  fix: read that code"):
+    with pytest.raises(ConfigError, match=r"execute code here: model(?!.*slurm).*loss\._target_=evil\.grpo\.\n  fix: read that code"):
         other_objective(run, ["loss=gspo"])
     assert not Path("executed").exists()
 

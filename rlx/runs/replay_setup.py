@@ -53,7 +53,8 @@ def other_objective(run: Run, overrides: Sequence[str]) -> tuple[Config, Config,
         raise ConfigError(f"{run.root} has no config.yaml, so nothing is known of its objective.\n  fix: name another run")
     if not isinstance(recorded, Config):
         raise ConfigError(f"{run.root} is no training run, so it has no recorded batches.\n  fix: name a directory of rlx train")
-    left = {} if is_mine(run.root) else dict(executing(asdict(recorded)))
+    found = {} if is_mine(run.root) else dict(executing(asdict(recorded)))
+    left = {key: value for key, value in found.items() if key[0] != "slurm"}  # a replay is no job
     if left:
         raise ConfigError(
             f"{run.root} is a run of another user, and would execute code here: {said(left)}.\n"
