@@ -244,6 +244,8 @@ class Supervisor:
         if time.monotonic() - self.looked >= TICK and not waited:
             self.looked = time.monotonic()
             hung = self._refresh()
+        elif self.interrupted and not self.told:
+            self._read_step()  # what the first step wrote since the last look is kept too
         return View(
             processes=self.children.look(self._spare, None if hung is None else hung[0]),
             remote=self.starter.remote,
