@@ -35,6 +35,12 @@ def nothing(completion, row):
     return None
 def hangs(completion, row):
     time.sleep(30)
+def without_row(completion):
+    return len(completion) / 4
+def of_trl(completions, **columns):
+    return [1.0]
+def of_verl(data_source, solution_str, ground_truth):
+    return 1.0
 """
 
 
@@ -71,6 +77,7 @@ def test_each_answer_is_scored_by_the_function_with_its_row(folder: Path):
     assert right.rewards == {"exact": 1.0}
     assert right.trace.num_sampled == 4, "three letters and the end of the turn"
     assert [rollout.reward for rollout in play(load("own_rewards.slow"), "x")] == [0.5]
+    assert [rollout.reward for rollout in play(load("own_rewards.without_row"), "x")] == [0.25]
 
 
 @pytest.mark.parametrize(
@@ -93,6 +100,7 @@ def test_what_is_no_reward_is_an_error_of_the_rollout(folder: Path, reward: str,
     [
         ("raises", "fails for the answer 'a made-up answer': KeyError: no key 'no such unit'; at .*own_rewards.py:"),
         ("nothing", "returned None for the answer 'a made-up answer'; a reward is a finite number"),
+        ("of_trl", r"returned \[1.0\] for the answer"),
         ("exact", None),
     ],
 )
@@ -126,6 +134,7 @@ def test_a_model_without_training_learns_the_answers_of_the_rows_first(folder: P
         ({"reward": "own_rewards.exakt"}, "own_rewards has no function or class exakt"),
         ({"reward": "nobodys.exact"}, "nobodys cannot be imported"),
         ({"reward": "exact"}, "cannot be imported"),
+        ({"reward": "own_rewards.of_verl"}, "with a completion and its row, and own_rewards.of_verl(data_source, "),
         ({"promt": "query"}, "unexpected keyword argument 'promt'"),
         ({"data": "lost.jsonl"}, "lost.jsonl does not exist"),
         ({"prompt": "query"}, "has no column 'query' (args.prompt); it has question, solution, level"),

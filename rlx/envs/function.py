@@ -172,6 +172,7 @@ class FunctionEnvironment(LocalEnvironment):
 
     failures_of: Mapping[type[BaseException], str] = {}  # causes of a rollout that has failed, by what it raised; else model_error
     longest: int | None = None  # sampled tokens of one answer
+    most = 2  # what a reward may read: completion, row
 
     def __init__(self, name: str, source: RowSource, config: EnvConfig, timeout: float) -> None:
         file = getattr(sys.modules.get(str(config.args.get("reward")).rpartition(".")[0]), "__file__", None)
@@ -179,6 +180,7 @@ class FunctionEnvironment(LocalEnvironment):
         self.config, self.reward = config, source.reward
         self.rows = TaskRows(source, config.split == "eval", config.num_tasks)
         self._label = str(getattr(source.reward, "__name__", "reward"))
+        self.reads = read_by(source.reward, self.most)
 
     def prepare(self) -> None:
         """Read the first row, to see that it can be read. Raises ValueError."""
@@ -239,7 +241,7 @@ class FunctionEnvironment(LocalEnvironment):
         if self.scores is not None:
             self.scores(trace)
         try:
-            call = functools.partial(self.reward, *arguments)
+            call = functools.partial(self.reward, *arguments[: self.reads])
             if inspect.iscoroutinefunction(self.reward):
                 return await call()
             reward = await asyncio.get_running_loop().run_in_executor(None, call)
@@ -256,6 +258,18 @@ class FunctionEnvironment(LocalEnvironment):
             error = f"{self._label} returned {reward!r:.100}; a reward is a finite number"
             return replace(rollout, status="error", stop=RAISED if reward is None else "reward_not_finite", error=error)
         return replace(rollout, reward=value, rewards={self._label: value})
+
+
+def read_by(reward: Reward, most: int) -> int:
+    """How many of completion, row and box a function takes, at most `most`. Raises ValueError if it cannot be called with any."""
+    for number in range(most, 0, -1):
+        try:
+            inspect.signature(reward).bind(*range(number))
+        except TypeError:
+            continue
+        return number
+    own = f"{reward.__module__}.{getattr(reward, '__name__', 'reward')}{inspect.signature(reward)}"
+    raise ValueError(f"args.reward is called with a completion and its row, and {own} does not take these")
 
 
 def _number(reward: Any) -> float | None:

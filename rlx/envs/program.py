@@ -10,7 +10,6 @@ one tool, a shell in the box.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json
 import time
 from collections.abc import Mapping
@@ -86,6 +85,7 @@ class ProgramEnvironment(FunctionEnvironment):
     """See `rlx.envs.base.Environment`."""
 
     failures_of: Mapping[type[BaseException], str] = {BoxError: "sandbox_error", ProgramError: "program_error"}
+    most = 3  # the box, too
     kind = "none"
     image: str | None = None  # what boxes are made of
     first: str | None = None  # the same for the first task, if it has an image of its own
@@ -94,7 +94,6 @@ class ProgramEnvironment(FunctionEnvironment):
         super().__init__(name, source, config, timeout)
         self.harness = config.harness
         self.tools = () if config.harness.command else (SHELL,)
-        self.reads = len(inspect.signature(source.reward).parameters)  # how many of completion, row and box
         self.gateway = Gateway()
 
     def prepare(self) -> None:
@@ -149,7 +148,7 @@ class ProgramEnvironment(FunctionEnvironment):
             if row.get("before_test"):
                 await box.run(["sh", "-c", str(row["before_test"])])
             await box.write(row.get(self.config.args.get("test_files", "test_files")) or {})
-            reward = await self._score(trace, *(completion, row, box)[: self.reads])
+            reward = await self._score(trace, completion, row, box)
             if isinstance(reward, BoxError | ProgramError):
                 raise reward
             timing["scoring"] = time.monotonic() - began - timing["setup"] - timing["generation"]

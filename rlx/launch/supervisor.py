@@ -241,11 +241,10 @@ class Supervisor:
     def _view(self, waited: float) -> View:
         """What the supervisor sees now. Expensive observations are made only every `TICK` seconds."""
         hung = None
-        if time.monotonic() - self.looked >= TICK and not waited:
+        soon = self.interrupted and not self.told  # what the first step wrote since the last look is to be kept
+        if (soon or time.monotonic() - self.looked >= TICK) and not waited:
             self.looked = time.monotonic()
             hung = self._refresh()
-        elif self.interrupted and not self.told:
-            self._read_step()  # what the first step wrote since the last look is kept too
         return View(
             processes=self.children.look(self._spare, None if hung is None else hung[0]),
             remote=self.starter.remote,
