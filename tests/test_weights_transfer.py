@@ -23,8 +23,9 @@ from transformers.models.qwen3_moe import Qwen3MoeConfig
 from rlx.models.load import load_policy
 from rlx.models.policy import PolicyModel
 from rlx.parallel.mesh import Mesh, join, one_process
-from rlx.paths import RunPaths
+from rlx.paths import RunPaths, write_text
 from rlx.polling import Preempted
+from rlx.weights import subscribe
 from rlx.weights.export import Export
 from rlx.weights.subscribe import Subscriber, request_transfer
 
@@ -206,6 +207,23 @@ async def test_the_fleet_asks_and_gets_a_reply(trainer: Trainer, groups: list[An
     await sending
     assert reply == ""
     assert has(good, trainer)
+
+
+async def test_a_reply_that_comes_just_before_the_offer_ends_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fleet that took the end of the offer for a refusal would wait for a version that the trainer believes to be served."""
+    paths, look = RunPaths(tmp_path), subscribe.arrived
+    offered, wanted, sent = (paths.endpoints / f"weights{end}.json" for end in ("", "_wanted", "_sent"))
+    write_text(offered, json.dumps({"version": 1, "token": ""}))
+
+    def arrived(path: Path) -> bytes | None:
+        found = look(path)
+        if path == sent and found is None:  # the trainer ends its offer right after this look
+            write_text(sent, json.dumps({"version": 1, "id": json.loads(wanted.read_text())["id"], "failed": ""}))
+            offered.unlink()
+        return found
+
+    monkeypatch.setattr(subscribe, "arrived", arrived)
+    assert await request_transfer(str(paths.endpoints), 1, [("http://server", "key")], 5.0) == ""
 
 
 def test_a_transfer_that_outlives_its_request_is_none_for_the_next(

@@ -122,9 +122,10 @@ async def request_transfer(where: str, version: int, servers: Sequence[tuple[str
     write_text(wanted, json.dumps({"version": version, "id": number, "servers": waiting}), mode=0o600)
     deadline, pause, why = time.monotonic() + timeout, Pause(POLL_SECONDS), f"did not send version {version} within {timeout:g} s"
     while time.monotonic() < deadline:
+        offer = _of_attempt(offered) or {"version": None}  # before the reply, which the trainer writes before its offer ends
         if (content := arrived(sent)) and (found := json.loads(content))["id"] == number:  # not that of a request given up before
             return str(found["failed"])
-        if (offer := _of_attempt(offered) or {"version": None})["version"] != version:
+        if offer["version"] != version:
             why = f"has version {offer['version']} instead of {version}"
             break
         await asyncio.sleep(pause.seconds())
