@@ -36,3 +36,8 @@ def short_name(program: str) -> str:
         if (found := shutil.which(short)) and os.path.abspath(found) == os.path.abspath(program):
             return short
     return shlex.quote(program.removeprefix(here))
+
+
+def short(path: Path) -> str:
+    """The path, from the current directory if it is below, for a shell."""
+    return shlex.quote(str(path).removeprefix(os.getcwd() + os.sep))

@@ -4,14 +4,12 @@ scores, or what was kept as data."""
 from __future__ import annotations
 
 import json
-import os
-import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlx.cli.display import SLOW_LINES, Display, Progress, count
-from rlx.invocation import program
+from rlx.invocation import program, short
 from rlx.plan.explain import table
 from rlx.rollout.failures import in_words
 from rlx.rollout.sft_export import METADATA
@@ -104,8 +102,3 @@ def kept(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows += [("data", f"{short(Path(metadata['file']))}: {metadata['rows']} rows")] if metadata["file"] else []
     raw = f"{metadata['raw_text_rows']} rows are raw text: `rlx sft` trains them as a user's message and its answer, in the chat format"
     return [*rows, ("note", raw)] if metadata["raw_text_rows"] else rows
-
-
-def short(path: Path) -> str:
-    """The path, from the current directory if it is below, for a shell."""
-    return shlex.quote(str(path).removeprefix(os.getcwd() + os.sep))

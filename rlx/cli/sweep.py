@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from rlx.cli.start import check_nodes, look, resolve
 from rlx.config.errors import ConfigError
+from rlx.invocation import program, short
 
 if TYPE_CHECKING:
     from rlx.cli.commands import Command
@@ -32,7 +33,9 @@ def run(argv: list[str], command: Command) -> int:
     if elements[0].cfg.dry_run:
         print(dry_run(elements, sweep, directory))
         return 0
-    return start(elements, sweep.name, directory, wait=elements[0].cfg.launcher.wait)
+    code = start(elements, sweep.name, directory, wait=elements[0].cfg.launcher.wait)
+    print(f"the sweep's report, at any time: {program('report')} {short(directory)}")
+    return code
 
 
 def folder(sweep: Sweep) -> Path:

@@ -191,7 +191,7 @@ def run_pool(elements: Sequence[Element], parallel: int, visible: Sequence[str],
             for child in [child for child in running if child.poll() is not None]:
                 element, slot = running.pop(child)
                 slots.append(slot)
-                say("  ".join(row_of(element)))
+                say("  ".join(part for part in row_of(element) if part not in ("", "-")))
             time.sleep(POLL_SECONDS)
     except KeyboardInterrupt:
         for child in running:
