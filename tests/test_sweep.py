@@ -182,12 +182,13 @@ def test_a_local_sweep_ends_with_a_table_and_goes_on_where_it_was(toys: Path, ca
     argv = ["train", "-m", "seed=1,2,3", "max_steps=3", f"run.dir={toys}", "launcher.array_parallelism=2"]
     assert main(argv) == 1
     text = capsys.readouterr().out
-    assert [line.split()[:4] for line in text.splitlines()[-3:]] == [
+    assert [line.split()[:4] for line in text.splitlines()[-4:-1]] == [
         ["seed=1", "completed", "3/3", "0.100"],
         ["seed=2", "completed", "3/3", "0.200"],
         ["seed=3", "failed", "2/3", "0.300"],
     ]
-    assert text.splitlines()[-1].endswith("trainer: exit code 5: seed 3 is broken")
+    assert text.splitlines()[-2].endswith("trainer: exit code 5: seed 3 is broken")
+    assert text.splitlines()[-1].endswith(f"report {toys.name}")
     before = {seed: (toys / f"seed={seed}" / "status.json").read_text() for seed in (1, 2)}
 
     (toys / "mended").touch()
@@ -198,7 +199,7 @@ def test_a_local_sweep_ends_with_a_table_and_goes_on_where_it_was(toys: Path, ca
     assert [(r["step"], r["source"]) for r, _ in read_metrics(toys / "seed=3" / "metrics.jsonl")] == [
         (step, source) for step in range(3) for source in ("orchestrator", "trainer")
     ]
-    assert text.splitlines()[-1].split()[:4] == ["seed=3", "completed", "3/3", "0.300"]
+    assert text.splitlines()[-2].split()[:4] == ["seed=3", "completed", "3/3", "0.300"]
     assert before == {seed: (toys / f"seed={seed}" / "status.json").read_text() for seed in (1, 2)}
 
     with pytest.raises(ConfigError, match=r"orchestrator.batch_size: 128 ≠ 512"):
@@ -207,7 +208,7 @@ def test_a_local_sweep_ends_with_a_table_and_goes_on_where_it_was(toys: Path, ca
     text, said = capsys.readouterr()
     assert "(3 to resume)" in text
     assert "max_steps: 3 → 4" in said
-    assert [line.split()[:3] for line in text.splitlines()[-3:]] == [[f"seed={seed}", "completed", "4/4"] for seed in (1, 2, 3)]
+    assert [line.split()[:3] for line in text.splitlines()[-4:-1]] == [[f"seed={seed}", "completed", "4/4"] for seed in (1, 2, 3)]
 
 
 def test_an_interrupted_sweep_stops_its_runs(toys: Path):
